@@ -1,0 +1,530 @@
+"""
+What reaches the disk. Two things, never confused:
+
+the model   a Hugging Face directory: config.json, generation_config.json, model.safetensors (or shards and their index),
+            tokenizer files. out_dir always holds the latest one.         save_model_dir, load_model_dir
+the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, independent of the number of processes:
+            state.json, shards.json (global name -> shape, dtype, pieces), model-*.safetensors, optim-*.safetensors,
+            rng-*.safetensors and, written last, `complete` (the size of every file).       save_state, resume, restore
+
+Files are written beside their name, flushed and renamed, so that a kill at any byte leaves what was there before.
+"""
+import dataclasses
+import glob
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+import config
+import tokenizer as tokenizers
+from config import UserError
+from model import Model, ModelConfig
+
+VERSION = 1                    # of the state's format
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+def flush(path: Path) -> None:
+    """Bring a file (or, where the system can, a directory's names) safely to the disk."""
+    try:
+        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    except OSError:                                # a directory on Windows
+        return
+    try:
+        os.fsync(handle)
+    except OSError:                                # some network file systems refuse directories
+        if path.is_file():
+            raise
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Replace a JSON file in one go."""
+    beside = path.with_name(f".{path.name}.tmp")
+    with open(beside, "w", encoding="utf-8", newline="\n") as file:
+        json.dump(content, file, indent=1, allow_nan=False)
+    flush(beside)
+    os.replace(beside, path)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Replace a safetensors file in one go."""
+    beside = path.with_name(f".{path.name}.tmp")
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, beside, metadata=metadata)
+    flush(beside)
+    os.replace(beside, path)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+# ---- the model's config, ours <-> Hugging Face's --------------------------------------------------------------------
+
+def config_to_hf(cfg: ModelConfig, tokenizer=None, dtype: torch.dtype = torch.float32) -> dict:
+    """config.json as transformers 4 and 5, vLLM and llama.cpp read it (both spellings where they differ)."""
+    shape = dataclasses.asdict(cfg) if type(cfg) is ModelConfig else dataclasses.asdict(model_config(cfg))
+    sliding = shape["layer_types"] or [("full" if cfg.sliding_window is None else "sliding") + "_attention"] * \
+        cfg.num_hidden_layers
+    rope = {"rope_type": "default", **(cfg.rope_scaling or {}), "rope_theta": cfg.rope_theta}
+    name = str(dtype).removeprefix("torch.")
+    out = {"architectures": [ARCHITECTURES[cfg.model_type]], **shape, "hidden_act": "silu", "rope_parameters": rope,
+           "attention_dropout": 0.0, "use_cache": True, "dtype": name, "torch_dtype": name}
+    if cfg.model_type == "qwen3":
+        out.update(layer_types=sliding, use_sliding_window=cfg.sliding_window is not None)
+        out.update(max_window_layers=0 if out["use_sliding_window"] else cfg.num_hidden_layers)
+        del out["mlp_bias"]
+    else:
+        del out["layer_types"], out["sliding_window"]
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        out[key] = getattr(tokenizer, key.replace("_token", ""), None)
+    return out
+
+
+def config_from_hf(hf: dict, where: str) -> ModelConfig:
+    """ModelConfig of a config.json; UserError for what model.py does not compute."""
+    family = hf.get("model_type")
+    if family not in ARCHITECTURES:
+        raise UserError(f"{where}: model_type={family!r} is not a family of model.py: use one of {list(ARCHITECTURES)}")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{where}: hidden_act={hf['hidden_act']!r}; model.py computes silu only")
+    cfg = ModelConfig(model_type=family)
+    missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"} - set(hf)
+    if missing:
+        raise UserError(f"{where} lacks {', '.join(sorted(missing))}")
+    heads = hf["num_attention_heads"]
+    values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "tie_word_embeddings": False}
+    values.update({f.name: hf[f.name] for f in dataclasses.fields(ModelConfig) if hf.get(f.name) is not None})
+    rope = dict(hf.get("rope_parameters") or {})
+    values["rope_theta"] = float(rope.pop("rope_theta", values.get("rope_theta", 10000.0)))
+    scaling = values.get("rope_scaling") or rope
+    values["rope_scaling"] = None if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling
+    if family == "llama" or not hf.get("use_sliding_window", True):
+        values.update(sliding_window=None, layer_types=None)
+    if values.get("sliding_window") is not None and values.get("layer_types") is None:
+        first = hf.get("max_window_layers", 28)
+        values["layer_types"] = [("sliding" if i >= first else "full") + "_attention"
+                                 for i in range(values["num_hidden_layers"])]
+    if set(values.get("layer_types") or ()) == {"full_attention"}:
+        values.update(layer_types=None, sliding_window=None)
+    for key, value in values.items():
+        setattr(cfg, key, value)
+    return cfg
+
+
+def model_config(cfg) -> ModelConfig:
+    """Only the ModelConfig part of a script's Config."""
+    return ModelConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(ModelConfig)})
+
+
+# ---- the model: a Hugging Face directory ----------------------------------------------------------------------------
+
+def save_model_dir(model: Model, tokenizer, path: str | Path, dtype: torch.dtype | None = None,
+                   shard_size: int | None = None, step: int | None = None) -> None:
+    """
+    Write `model` as a directory that transformers opens: one weight file, or files of at most `shard_size` bytes and an
+    index. dtype None keeps the parameters' own. Every weight file carries `step`. Files are replaced one by one, the
+    tokenizer and the config first.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().to(dtype or p.dtype) for name, p in model.state_dict().items()}
+    if tokenizer is not None:
+        tokenizer.save(path)
+    content = config_to_hf(model.cfg, tokenizer, next(iter(tensors.values())).dtype)
+    if not (path / "config.json").exists() or read_json(path / "config.json") != content:
+        write_json(path / "config.json", content)
+    write_json(path / "generation_config.json", {
+        "do_sample": True, "temperature": 0.8,
+        **{k: content[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if content[k] is not None}})
+    metadata = {"format": "pt", **({} if step is None else {"step": str(step)})}
+    shards = split_by_size(tensors, shard_size)
+    names = ["model.safetensors"] if len(shards) == 1 else \
+        [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards):
+        write_tensors(path / name, shard, metadata)
+    index = path / "model.safetensors.index.json"
+    if len(shards) > 1:
+        total = sum(t.nbytes for t in tensors.values())
+        write_json(index, {"metadata": {"total_size": total, **metadata},
+                           "weight_map": {k: name for name, shard in zip(names, shards) for k in shard}})
+    elif index.exists():
+        index.unlink()
+    for stale in set(path.glob("model*.safetensors")) - {path / name for name in names}:
+        stale.unlink()
+    flush(path)
+
+
+def split_by_size(tensors: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
+    shards, size = [{}], 0
+    for name, t in tensors.items():
+        if limit is not None and shards[-1] and size + t.nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = t
+        size += t.nbytes
+    return shards
+
+
+def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
+                   dtype: torch.dtype | None = None) -> tuple[Model, "tokenizers.Tokenizer | None"]:
+    """
+    (model, tokenizer) of a Hugging Face directory, an out_dir, or one of its checkpoints. dtype None = as stored; the
+    tokenizer is None when the directory has none. UserError, with the names, for missing or unexpected weights. While
+    another process replaces the files one by one, this waits, then takes the newest complete state beside them.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory: give a model directory (config.json and model.safetensors), "
+                        f"an out_dir or a checkpoint of it")
+    if (path / "state.json").exists():
+        return load_from_state(path, device, dtype)
+    for attempt in range(20):
+        files, torn = weight_files(path)
+        if not torn:
+            break
+        newest = newest_state(path)[0]
+        if newest and (attempt == 19 or not files):
+            return load_from_state(newest, device, dtype)
+        if not newest and not files:
+            raise UserError(f"{path} holds no model: {torn}")
+        time.sleep(0.5)
+    else:
+        raise UserError(f"{path} is half written: {torn}; save it again, or load one of its checkpoints")
+    if not (path / "config.json").exists():
+        raise UserError(f"{path} has weights but no config.json: copy it from where the weights come from")
+    cfg = config_from_hf(read_json(path / "config.json"), str(path / "config.json"))
+    tensors = {}
+    for file in files:
+        tensors.update(read_tensors(path / file, device))
+    return build(cfg, tensors, dtype, str(path), device), tokenizer_of(path)
+
+
+def weight_files(path: Path) -> tuple[list[str], str]:
+    """The weight files of a model directory, and what is wrong with them ("" if nothing)."""
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").exists() and not index.exists():
+        return ["model.safetensors"], ""
+    if not index.exists():
+        other = glob.glob(str(path / "*.bin")) + glob.glob(str(path / "*.pt"))
+        return [], "there is no model.safetensors" + (f" (only {os.path.basename(other[0])}: convert it to safetensors "
+                                                      f"first)" if other else "")
+    content = read_json(index)
+    files = sorted(set(content.get("weight_map", {}).values()))
+    missing = [f for f in files if not (path / f).exists()]
+    if missing:
+        return files, f"{', '.join(missing)} named in the index is missing"
+    steps = {content.get("metadata", {}).get("step")}
+    for file in files:
+        with open_tensors(path / file) as f:
+            steps.add((f.metadata() or {}).get("step"))
+    return files, "" if len(steps) == 1 else f"its files are of different steps: {sorted(map(str, steps))}"
+
+
+def open_tensors(path: Path, device: str | torch.device = "cpu"):
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a readable safetensors file (torn or foreign): {error}") from None
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    with open_tensors(path, device) as f:
+        return {name: f.get_tensor(name) for name in f.keys()}
+
+
+def build(cfg: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str,
+          device: str | torch.device = "cpu") -> Model:
+    """A Model that holds `tensors`; every name and shape must agree."""
+    tensors = {name: t for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    with torch.device("meta"):
+        model = Model(cfg)
+    wanted = model.state_dict()
+    if cfg.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    listed = {"missing": sorted(set(wanted) - set(tensors)), "unexpected": sorted(set(tensors) - set(wanted)),
+              "of another shape": [f"{n} {list(tensors[n].shape)} (config.json says {list(wanted[n].shape)})"
+                                   for n in wanted if n in tensors and wanted[n].shape != tensors[n].shape]}
+    faults = [f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+              for what, names in listed.items() if names]
+    if faults:
+        raise UserError(f"the weights of {where} do not fit its config.json: {'; '.join(faults)}")
+    model.load_state_dict({n: t.to(dtype or t.dtype) for n, t in tensors.items()}, assign=True)
+    model.set_positions()
+    return model
+
+
+def tokenizer_of(path: Path):
+    return tokenizers.load_tokenizer(path) if (path / "tokenizer.json").exists() else None
+
+
+# ---- the state: writing ---------------------------------------------------------------------------------------------
+
+def save_state(out_dir: str | Path, model: Model, optimizer, state: dict, run, keep_last: int) -> Path:
+    """
+    Write <out_dir>/checkpoints/<step>: every rank calls this, rank 0 writes. `state` is state.json's content ("step" and
+    the counters in it). Older complete states beyond the newest `keep_last` are removed afterwards.
+    """
+    generators = gather_generators(run)
+    final = Path(out_dir) / "checkpoints" / f"{state['step']:08d}"
+    if run.main:
+        try:
+            write_state(final, model, optimizer, state, generators)
+            complete = sorted(p for p in final.parent.glob("[0-9]" * 8) if (p / "complete").exists())
+            for old in complete[:-keep_last]:
+                shutil.rmtree(old)
+        except OSError as error:
+            raise UserError(f"the state of step {state['step']} could not be saved to {final.parent}: {error}; what was "
+                            f"saved before is intact: make room, then start again to resume") from None
+    run.barrier()
+    return final
+
+
+def write_state(final: Path, model: Model, optimizer, state: dict, generators: list[dict[str, Tensor]]) -> None:
+    partial = final.with_name(f".tmp-{final.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    metadata = {"format": "pt", "step": str(state["step"])}
+    shards = {}
+    for kind, tensors in (("model", model.state_dict()), ("optim", optimizer.moments())):
+        file = f"{kind}-00000-of-00001.safetensors"
+        tensors = {f"{kind}.{name}": t for name, t in tensors.items()}
+        write_tensors(partial / file, tensors, metadata)
+        for name, t in tensors.items():
+            shards[name] = {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
+                            "pieces": [{"file": file, "key": name, "offset": [0] * t.ndim, "length": list(t.shape)}]}
+    for rank, tensors in enumerate(generators):
+        write_tensors(partial / f"rng-{rank:05d}.safetensors", tensors, metadata)
+    write_json(partial / "shards.json", shards)
+    write_json(partial / "state.json", {"version": VERSION, **state})
+    write_json(partial / "complete", {p.name: p.stat().st_size for p in sorted(partial.iterdir())})
+    flush(partial)
+    if final.exists():                             # the same step again (a resumed run that ends where it began)
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    flush(final.parent)
+
+
+def gather_generators(run) -> list[dict[str, Tensor]]:
+    """The random generators' states of every rank, by rank; every rank calls this."""
+    mine = {"cpu": torch.get_rng_state()}
+    if run.device.type == "cuda":
+        mine["cuda"] = torch.cuda.get_rng_state(run.device)
+    if run.world == 1:
+        return [mine]
+    everyone = {key: [torch.empty_like(t) for _ in range(run.world)] for key, t in mine.items()}
+    for key, t in mine.items():
+        dist.all_gather(everyone[key], t)          # CPU tensors: over gloo on every machine
+    return [{key: everyone[key][rank] for key in mine} for rank in range(run.world)]
+
+
+# ---- the state: reading ---------------------------------------------------------------------------------------------
+
+def fault_of(path: Path) -> str:
+    """Why a directory is not a complete state; "" when it is one."""
+    if not (path / "complete").exists():
+        return "it was not finished (no file `complete`)"
+    try:
+        sizes = read_json(path / "complete")
+        if not {"state.json", "shards.json"} <= set(sizes):
+            return "its file `complete` does not list a state"
+        for name, size in sizes.items():
+            if not (path / name).exists():
+                return f"{name} is missing"
+            if (path / name).stat().st_size != size:
+                return f"{name} has {(path / name).stat().st_size:,} bytes instead of {size:,}"
+        version = read_json(path / "state.json").get("version")
+        read_json(path / "shards.json")
+    except UserError as error:
+        return str(error)
+    return "" if version == VERSION else f"its format is version {version}; this is version {VERSION}"
+
+
+def newest_state(out_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest complete state of out_dir, and a sentence for each newer one that is not complete."""
+    skipped = []
+    for path in sorted(out_dir.glob("checkpoints/" + "[0-9]" * 8), reverse=True):
+        fault = fault_of(path)
+        if not fault:
+            return path, skipped
+        skipped.append(f"skipping {path}: {fault}")
+    return None, skipped
+
+
+def read_pieces(path: Path, names: list[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Whole tensors of a state by global name, put together from their pieces. `names` None = all."""
+    shards = read_json(path / "shards.json")
+    files, out = {}, {}
+    for name in names if names is not None else shards:
+        whole = None
+        for piece in shards[name]["pieces"]:
+            if piece["file"] not in files:
+                files[piece["file"]] = open_tensors(path / piece["file"], device)
+            t = files[piece["file"]].get_tensor(piece["key"])
+            if list(t.shape) == shards[name]["shape"]:
+                whole = t
+                continue
+            if whole is None:
+                whole = torch.empty(shards[name]["shape"], dtype=getattr(torch, shards[name]["dtype"]), device=device)
+            whole[tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["length"]))] = t
+        out[name] = whole
+    return out
+
+
+def load_from_state(path: Path, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Model, object]:
+    """The model of a checkpoint directory; its tokenizer is the out_dir's."""
+    fault = fault_of(path)
+    if fault:
+        raise UserError(f"{path} is not a complete state: {fault}")
+    names = [name for name in read_json(path / "shards.json") if name.startswith("model.")]
+    tensors = {name.removeprefix("model."): t for name, t in read_pieces(path, names, device).items()}
+    cfg = ModelConfig(**read_json(path / "state.json")["model"])
+    return build(cfg, tensors, dtype, str(path), device), tokenizer_of(path.resolve().parent.parent)
+
+
+def restore(path: Path, model: Model, optimizer, scale, run) -> None:
+    """Fill model, optimizer, fp16 loss scale and this rank's generators from a complete state. Every rank calls this."""
+    state = read_json(path / "state.json")
+    tensors = read_pieces(path)
+    weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    model.load_state_dict(weights, strict=True)
+    moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
+    if moments:
+        optimizer.load_moments(moments, state["updates"])
+        optimizer.skipped.fill_(state["step"] - state["updates"])
+        optimizer.skipped_in_a_row.fill_(state["skipped_in_a_row"])
+    else:
+        run.say(f"{path} has no optimizer state: the optimizer starts fresh")
+    file = path / f"rng-{run.rank:05d}.safetensors"
+    if file.exists() and state["world"] == run.world:      # another number of ranks: the generators stay as seeded
+        generators = read_tensors(file)
+        torch.set_rng_state(generators["cpu"])
+        if run.device.type == "cuda" and "cuda" in generators:
+            torch.cuda.set_rng_state(generators["cuda"], run.device)
+    if scale.enabled and state["fp16_scale"]:
+        scale.value.fill_(state["fp16_scale"])
+
+
+# ---- the state: is it this run's? -----------------------------------------------------------------------------------
+
+LENGTH = ("tokens", "max_steps", "epochs", "max_epochs", "max_minutes")
+FREE = {*LENGTH, "eval_interval", "eval_tokens", "eval_only", "log_interval", "sample_interval", "save_interval",
+        "model_interval", "keep_last", "wandb_project", "wandb_entity", "wandb_name", "tensorboard", "nsys_start",
+        "nsys_stop", "memory_profile_start", "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype",
+        "compile", "kernels", "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
+        "cp_mode", "micro_batch_size", "gradient_accumulation", "out_dir", "resume"}
+
+
+def resume(cfg, run_say=print) -> Path | None:
+    """
+    The state that a run with this config goes on from, or None to start afresh; reads JSON only. Brings `cfg` in line with
+    the state: a key given in neither run takes the state's value, None and "auto" take what they were resolved to, and with
+    no length given the stored one stays. UserError when out_dir holds another run, naming the keys that differ.
+    """
+    out = Path(cfg.out_dir)
+    if cfg.resume in ("never", "False") or cfg.resume is False:
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"resume=never, but {out} is not empty: choose another out_dir, or delete it yourself")
+        return None
+    forced = cfg.resume not in ("auto", "True", True)
+    if forced:
+        path = Path(cfg.resume)
+        if not (path / "state.json").exists():
+            path, _ = newest_state(path)
+        fault = fault_of(path) if path else "it has no complete checkpoint"
+        if fault:
+            raise UserError(f"resume={cfg.resume}: {fault}")
+        there = newest_state(out)[0]
+        if there and there.resolve() != path.resolve() and not (
+                there.parent.resolve() == path.parent.resolve() and there.name < path.name):
+            raise UserError(f"resume={cfg.resume} would leave {there}, a later or another run's state, in the way: give "
+                            f"another out_dir, or move it away")
+    else:
+        path, skipped = newest_state(out)
+        for sentence in skipped:
+            run_say(sentence)
+        if path is None:
+            refuse_foreign(out)
+            return None
+    state = read_json(path / "state.json")
+    reconcile(cfg, state, path, forced, run_say)
+    return path
+
+
+def refuse_foreign(out: Path) -> None:
+    """out_dir without a state: fine when it is empty or a run of ours stopped before its first save."""
+    if not out.is_dir():
+        return
+    held = sorted(p.name for p in out.iterdir() if p.name in ("config.json", "model.safetensors", "adapter_config.json")
+                  or p.name.endswith(".safetensors"))
+    if held:
+        raise UserError(f"{out} holds a model ({', '.join(held[:3])}) but no complete checkpoint to resume, and would be "
+                        f"overwritten: choose another out_dir, or train on from it with --init_from={out}")
+
+
+def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None:
+    stored, stored_given, shape = state["config"], state["given"], {f.name for f in dataclasses.fields(ModelConfig)}
+    differ = []
+    for key in (f.name for f in dataclasses.fields(type(cfg))):
+        if key in FREE or key not in stored:
+            continue
+        now, before = getattr(cfg, key), stored[key]
+        if (key not in cfg.given and key not in stored_given) or (key in cfg.given and now in (None, "auto")):
+            setattr(cfg, key, before)
+        elif now != before and not (key in stored_given and now == stored_given[key]):
+            differ.append((key, before, now))
+        else:
+            setattr(cfg, key, before)
+    known = {f.name for f in dataclasses.fields(type(cfg))}
+    differ += [(key, stored[key], "no such key here") for key in stored_given if key in stored and key not in known
+               and key not in FREE and stored[key] != state.get("defaults", {}).get(key)]
+    if not any(key in cfg.given for key in LENGTH):
+        for key in LENGTH:
+            if key in stored and hasattr(cfg, key):
+                setattr(cfg, key, stored[key])
+    if not differ:
+        return
+    listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in differ)
+    if not forced:
+        raise UserError(f"{path.parent.parent} holds a run with other settings ({listed}): choose another out_dir, or go on "
+                        f"from it with these settings by --resume={path}")
+    fixed = [key for key, _, _ in differ if key in shape]
+    if fixed:
+        raise UserError(f"a resumed run cannot change the model's shape ({listed}): start a new one in another out_dir")
+    run_say(f"resuming with changed settings: {listed}")
+
+
+def open_out_dir(cfg, given: dict) -> None:
+    """Create out_dir with run_config.json (all values, and what the user gave) and a copy of the sources. Rank 0 only."""
+    out = Path(cfg.out_dir)
+    sources = out / "source"
+    try:
+        sources.mkdir(parents=True, exist_ok=True)
+        write_json(out / "run_config.json", {"lignite": config.__version__, "given": given,
+                                             "config": dataclasses.asdict(cfg)})
+        here = Path(__file__).parent
+        for file in [*here.glob("*.py"), *here.glob("kernels/*.py"), *here.glob("parallel/*.py")]:
+            target = sources / file.relative_to(here)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+    except OSError as error:
+        raise UserError(f"out_dir={out} cannot be written: {error}") from None

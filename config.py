@@ -1,0 +1,377 @@
+"""
+Configuration: each script declares one dataclass; a field of it is a line of a config file, a flag and a keyword.
+
+    python train.py configs/tiny.py                      a config file is Python that assigns fields: lr = 3e-4
+    python train.py configs/tiny.py more.py --lr=1e-3    read in order, the later one wins
+    python train.py --tokens=100M --no-compile --help    sizes end in K, M, B, T; --no- turns a switch off
+    train(data="my.jsonl", tokens="100M")                the same names and the same checks from Python
+
+A field is `name: type = default    # what it means`: the comment is the help text, and a comment on a line of its own
+heads a group. What the user got wrong is a UserError, one sentence that says what to write instead.
+"""
+import ast
+import dataclasses
+import difflib
+import functools
+import glob
+import inspect
+import io
+import json
+import math
+import numbers
+import os
+import runpy
+import shutil
+import sys
+import textwrap
+import tokenize
+import traceback
+from decimal import Decimal, InvalidOperation
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+__version__ = "0.1.0"
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class UserError(ValueError):
+    """Something the user can put right; the scripts print it as one sentence and exit with 2."""
+
+
+# ---- which numbers make sense ---------------------------------------------------------------------------------------
+# Names mean the same in every script, so one table serves all. A number that is in none of these must be above 0.
+ZERO_TOO = {
+    "seed", "weight_decay", "start_lr", "final_lr", "warmup_ratio", "decay_ratio", "beta1", "beta2", "grad_clip",
+    "temperature", "top_k", "min_p", "val_fraction", "attention_dropout", "n_shared_experts", "first_k_dense_replace",
+    "bos_token_id", "eos_token_id", "pad_token_id", "moe_load_balance_coef", "port", "nsys_start", "nsys_stop",
+    "memory_profile_start", "memory_profile_stop", "profile_start", "profile_stop",
+}
+UP_TO_ONE = {"warmup_ratio", "decay_ratio", "top_p", "min_p", "partial_rotary_factor"}
+BELOW_ONE = {"beta1", "beta2", "val_fraction", "attention_dropout"}
+
+
+def check_range(key, value, kind) -> None:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, bool) or not isinstance(item, (int, float)):
+            continue
+        if not math.isfinite(item):
+            raise UserError(f"{key}={item} must be a finite number")
+        if abs(item) >= 2**63:
+            raise UserError(f"{key}={item:.3g} must be below 2**63")
+        if item < 0 or (item == 0 and key not in ZERO_TOO):
+            off = " (None turns it off)" if NoneType in members(kind) else ""
+            raise UserError(f"{key}={item} must be {'at least' if key in ZERO_TOO else 'above'} 0{off}")
+        if (item > 1 and key in UP_TO_ONE) or (item >= 1 and key in BELOW_ONE):
+            raise UserError(f"{key}={item} must be {'at most' if key in UP_TO_ONE else 'below'} 1, it is a fraction")
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def parse_size(text: str) -> int:
+    """"20M", "1.5b", "750k", "524_288" or "1e9" as a whole number; in decimal, so that 1.1k is 1100."""
+    text = text.strip()
+    digits, unit = (text[:-1], SIZES[text[-1].lower()]) if text[-1:].lower() in SIZES else (text, 1)
+    try:
+        number = Decimal(digits) * unit
+        if number.adjusted() < 30 and number == int(number):          # 1e999999 in full would fill the memory
+            return int(number)
+    except (InvalidOperation, ValueError, OverflowError):             # not a number, nan, inf
+        pass
+    raise UserError(f"{text!r} is not a whole number: write it like 20M, 1.5B, 750k, 524_288 or 1e9")
+
+
+def members(kind) -> tuple:
+    """The alternatives of `A | B | None`, the pickiest first as str takes anything; of another type, that type."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    order = [NoneType, int, float, bool]
+    return tuple(sorted(kinds, key=lambda k: order.index(k) if k in order else len(order) + (k is str)))
+
+
+def describe(kind) -> str:
+    """A type as the help and the errors spell it."""
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(describe(member) for member in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    return "None" if kind is NoneType else str(kind) if get_args(kind) else kind.__name__
+
+
+def convert(value, kind, text=False):
+    """`value` as an object of type `kind`, else ValueError. `text`: it is a flag's, where "none" may spell None."""
+    if len(members(kind)) > 1:
+        for member in members(kind):
+            try:
+                return convert(value, member, text)
+            except ValueError:
+                continue
+    elif kind is object:                                              # a live tokenizer or model, from Python
+        return value
+    elif get_origin(kind) is Literal:
+        for choice in get_args(kind):
+            if (type(value), value) == (type(choice), choice) or (text and value.lower() == str(choice).lower()):
+                return choice
+    elif kind is NoneType:
+        if value is None or (text and value.lower() in ("none", "null")):
+            return None
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+        if text and value.lower() in WORDS:
+            return WORDS[value.lower()]
+    elif kind in (int, float) and not isinstance(value, bool):
+        if isinstance(value, str):
+            return parse_size(value) if kind is int else float(value)
+        whole = isinstance(value, numbers.Real) and math.isfinite(value) and value == int(value)
+        if whole or (kind is float and isinstance(value, numbers.Real)):
+            return kind(value)
+    elif kind is str and isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    elif kind is dict or get_origin(kind) is dict:
+        value = literal(value) if text else value
+        if isinstance(value, dict):
+            return value
+    elif kind is list or get_origin(kind) is list:
+        item = (get_args(kind) or (str,))[0]
+        if text and value.startswith("["):
+            value, text = literal(value), False
+        elif isinstance(value, str):                                  # a text may hold commas, a number doesn't
+            value = [value] if item is str else value.split(",")
+        return [convert(each, item, text) for each in (value if isinstance(value, (list, tuple)) else [value])]
+    raise ValueError
+
+
+def fits(text, kind) -> bool:
+    try:
+        convert(text, kind, text=True)
+        return True
+    except ValueError:
+        return False
+
+
+def literal(text: str):
+    """A Python literal or JSON."""
+    for read in (ast.literal_eval, json.loads):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            continue
+    raise ValueError
+
+
+# ---- where values come from -----------------------------------------------------------------------------------------
+def load(Config, argv: list[str]):
+    """Config files (*.py) and flags, the later one wins. Raises UserError; --help and --version end the program."""
+    values, given, files, argv = {}, {}, [], list(argv)
+    while argv:
+        word = argv.pop(0)
+        if word in ("--help", "-h", "--version"):
+            import launch                          # here, as launch.py imports this file
+            if launch.environment().rank == 0:
+                print(f"lignite {__version__}" if word == "--version" else help_text(Config))
+            raise SystemExit(0)
+        if word.startswith("--"):
+            key, value = read_flag(Config, word, argv)
+            values[key] = accept(Config, key, value, "--", text=isinstance(value, str))
+            given[key] = f"--{key}"
+        elif word.endswith(".py"):
+            files.append(word)
+            for key, value in read_file(Config, word).items():
+                values[key], given[key] = accept(Config, key, value, f"{word}: "), word
+        else:
+            hint = f"did you mean {word}.py?" if os.path.isfile(word + ".py") else "write --key=value or a file.py"
+            raise UserError(f"{word!r} is neither a flag nor a config file: {hint}")
+    return build(Config, values, given, files)
+
+
+def make(Config, values: dict):
+    """The same checks for keywords from Python."""
+    values = {key: accept(Config, key, value) for key, value in values.items()}
+    return build(Config, values, dict.fromkeys(values, "keyword"), [])
+
+
+def build(Config, values, given, files):
+    cfg = Config(**values)
+    cfg.given = given           # key -> "configs/tiny.py", "--lr" or "keyword": what the user set, and where
+    cfg.files = files           # the config files, in order
+    return cfg
+
+
+def read_flag(Config, word, argv):
+    """(key, value) of --key=value, --key value, --flag or --no-flag; a value apart is taken off `argv`."""
+    name, equals, value = word[2:].partition("=")
+    key, kinds = name.replace("-", "_"), kinds_of(Config)
+    if key not in kinds and key.startswith("no_") and bool in members(kinds.get(key[3:])):
+        if equals:
+            raise UserError(f"--{name} takes no value: write --{key[3:]}={value}")
+        return key[3:], False
+    if equals or key not in kinds:
+        return key, value
+    follows = bool(argv) and not argv[0].startswith("--")
+    if bool in members(kinds[key]) and not (follows and fits(argv[0], kinds[key])):
+        return key, True
+    if not follows:
+        raise UserError(f"--{name} needs a value ({describe(kinds[key])}): write --{name}=...")
+    return key, argv.pop(0)
+
+
+def read_file(Config, path) -> dict:
+    """What a config file assigns. Names that start with _, modules, functions and classes are its own."""
+    if not os.path.isfile(path):
+        raise UserError(f"config file {path} does not exist{nearest_file(path)}")
+    sys.path.insert(0, HERE)                       # for `from configs.base import *`
+    try:
+        found = runpy.run_path(path)
+    except SyntaxError as error:
+        where, line = short(error.filename or path), (error.text or "").strip()
+        raise UserError(f"{where}, line {error.lineno}: {error.msg}{line and f': {line}'}") from None
+    except (Exception, SystemExit) as error:       # the line of this file, or of the one that it imports
+        ours = (os.path.abspath(path), HERE + os.sep)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+                  if os.path.abspath(frame.filename).startswith(ours) and frame.filename != __file__]
+        where = f"{short(frames[-1].filename)}, line {frames[-1].lineno}" if frames else path
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from None
+    finally:
+        sys.path.remove(HERE)
+    return {key: value for key, value in found.items() if not key.startswith("_") and not inspect.ismodule(value)
+            and (key in kinds_of(Config) or not (inspect.isroutine(value) or inspect.isclass(value)))}
+
+
+def accept(Config, key, value, origin="", text=False):
+    """The value of field `key`, converted and in range, or a UserError that begins with its origin."""
+    kinds = kinds_of(Config)
+    if key not in kinds:
+        hint = did_you_mean(key, kinds) + (" (a name of the file's own starts with _)" if ".py: " in origin else "")
+        raise UserError(f"{origin}{key} is not a key of this script{elsewhere(key)}{hint}")
+    try:
+        value = convert(value, kinds[key], text)
+    except ValueError:
+        choices = [word for kind in members(kinds[key]) if get_origin(kind) is Literal for word in get_args(kind)]
+        hint = did_you_mean(str(value), choices)
+        raise UserError(f"{origin}{key}={value!r} should be {describe(kinds[key])}{hint}") from None
+    try:
+        check_range(key, value, kinds[key])
+    except UserError as error:
+        raise UserError(f"{origin}{error}") from None
+    return value
+
+
+def write(cfg, path: str) -> None:
+    """What the user set, and out_dir, as a config file: loaded, it gives an equal config with equal keys given."""
+    keys = [key for key in kinds_of(type(cfg)) if key in cfg.given or key == "out_dir"]
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{key} = {getattr(cfg, key)!r}\n" for key in keys)
+
+
+def default_out_dir(cfg) -> str:
+    """out/<the last config file's name>, without one out/<the script's name>."""
+    source = cfg.files[-1] if cfg.files else inspect.getfile(type(cfg))
+    return "out/" + os.path.splitext(os.path.basename(source))[0]
+
+
+@functools.cache
+def kinds_of(Config) -> dict:
+    """Field name -> type; annotations that are strings are evaluated."""
+    hints = get_type_hints(Config)
+    return {field.name: hints[field.name] for field in dataclasses.fields(Config)}
+
+
+# ---- what to say ----------------------------------------------------------------------------------------------------
+def did_you_mean(word, choices) -> str:
+    close = difflib.get_close_matches(word, [str(choice) for choice in choices], n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def nearest_file(path) -> str:
+    folders = (os.path.join(HERE, "configs"), os.path.dirname(path) or ".")
+    files = [file for folder in folders for file in glob.glob(os.path.join(folder, "*.py"))]
+    named = {os.path.basename(file): short(file) for file in files}
+    close = difflib.get_close_matches(os.path.basename(path), named, n=1, cutoff=0.0)
+    return f": did you mean {named[close[0]]}?" if close else ""
+
+
+def elsewhere(key) -> str:
+    """The other scripts of this folder that have the key."""
+    scripts = [short(path) for path in sorted(glob.glob(os.path.join(HERE, "*.py"))) if key in names(path)]
+    return f", but of {' and '.join(scripts[:2])}" if scripts else ""
+
+
+def short(path) -> str:
+    """As the user would type it: relative to this folder when it is the current one."""
+    return path.removeprefix(os.getcwd() + os.sep).removeprefix("." + os.sep)
+
+
+def names(script: str, Class="Config") -> list[str]:
+    """The keys of a script's Config, its bases' first, from the source: nothing is imported. [] if it has none."""
+    with open(script, encoding="utf-8") as file:
+        try:
+            tree = ast.parse(file.read())
+        except SyntaxError:                        # a half-written fork must not hide the message at hand
+            return []
+    found = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == Class), None)
+    if found is None:
+        return []
+    homes = {alias.name: os.path.join(os.path.dirname(script), f"{node.module}.py")
+             for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    bases = [(homes.get(base.id, script), base.id) for base in found.bases if isinstance(base, ast.Name)]
+    inherited = [key for home, base in bases if os.path.isfile(home) for key in names(home, base)]
+    return inherited + [node.target.id for node in found.body if isinstance(node, ast.AnnAssign)]
+
+
+def documented(Config) -> list[tuple[str, dict]]:
+    """[(heading, {key: comment}), ...] in the order of the source: the script's own class, then its bases."""
+    groups, seen = [], set()
+    for Class in [Class for Class in Config.__mro__ if dataclasses.is_dataclass(Class)]:
+        try:
+            source = textwrap.dedent(inspect.getsource(Class))
+        except (OSError, TypeError):               # a class typed into a prompt has no source
+            source = "class _:\n" + "".join(f"    {key}: int\n" for key in kinds_of(Class))
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+        body = ast.parse(source).body[0].body
+        fields = {node.end_lineno: node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+        groups.append((Class.__name__, {}))
+        for line in sorted({*comments, *fields}):
+            if line not in fields:                 # a comment on a line of its own heads a group
+                groups.append((comments[line], {}))
+            elif fields[line] not in seen:
+                seen.add(fields[line])
+                groups[-1][1][fields[line]] = comments.get(line, "")
+    return [group for group in groups if group[1]]
+
+
+def help_text(Config) -> str:
+    """The script's docstring, then every key as --key=default with its type and its comment, in columns."""
+    defaults, kinds = Config(), kinds_of(Config)
+    cells = {key: (f"--{key}={getattr(defaults, key)}", describe(kind)) for key, kind in kinds.items()}
+    first, second = (min(max(len(cell[column]) for cell in cells.values()), 34) for column in (0, 1))
+    margin = first + second + 6
+    room = max(shutil.get_terminal_size((140, 24)).columns - margin, 30)
+    lines = [(sys.modules[Config.__module__].__doc__ or "").strip()]
+    for heading, comments in documented(Config):
+        lines += ["", heading]
+        for key, comment in comments.items():
+            start, wrapped = f"  {cells[key][0]:{first}}  {cells[key][1]:{second}}  ", textwrap.wrap(comment, room)
+            lines += [start + wrapped.pop(0)] if wrapped and len(start) == margin else [start]
+            lines += [" " * margin + line for line in wrapped]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def show(cfg) -> str:
+    """The resolved config as a table; what the user set carries its origin."""
+    values = {key: repr(getattr(cfg, key)) for _, comments in documented(type(cfg)) for key in comments}
+    first, second = max(map(len, values)), min(max(map(len, values.values())), 40)
+    origins = {key: f"  <- {cfg.given[key]}" if key in cfg.given else "" for key in values}
+    return "\n".join(f"{key:{first}}  {value:{second}}{origins[key]}".rstrip() for key, value in values.items())
+
+
+def run(main, Config) -> None:
+    """The guard of every script: main(load(sys.argv)); a UserError becomes one sentence and exit code 2."""
+    try:
+        main(load(Config, sys.argv[1:]))
+    except UserError as error:
+        import launch
+        launch.refuse(error)

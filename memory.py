@@ -1,0 +1,159 @@
+"""
+How many bytes a training step takes on one device, by kind, and from that the batch: how many sequences per forward, how
+many forwards per optimizer step.
+"""
+from dataclasses import dataclass
+
+import torch
+
+import optim
+from config import UserError
+from kernels.loss import CHUNK
+from model import Model, ModelConfig
+
+HEADROOM = 0.85        # share of the device's memory that may be planned: the rest is fragmentation, NCCL and the driver
+CPU_TOKENS = 4096      # per forward on a CPU; more is slower there (the activations leave the cache)
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+def saved_per_token(cfg: ModelConfig, recompute: str, bytes_each: int) -> int:
+    """
+    Bytes that the backward of one layer keeps per token. Linear layers keep their input, norms their input, attention its
+    queries, keys, values and output, SwiGLU its two factors, the activated gate and the product.
+    """
+    D, I = cfg.hidden_size, cfg.intermediate_size
+    HK, GK = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    full = 4                                                   # the residual stream and what norms keep stay in fp32
+    if recompute == "layer":
+        return D * full
+    norms = D * full + D * bytes_each                          # input of the norm, its output for the projections
+    per_head_norms = (HK + GK) * bytes_each if cfg.model_type == "qwen3" else 0
+    attention = per_head_norms + (HK + 2 * GK) * bytes_each + HK * bytes_each + cfg.num_attention_heads * 4
+    mlp = 4 * I * bytes_each
+    return (D * full if recompute == "attention" else norms + attention) + norms + mlp
+
+
+def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype, optimizer: str,
+             recompute: str = "none") -> dict[str, int]:
+    """Bytes on one device at the peak of a step: {"parameters", "gradients", "optimizer", "activations", "logits"}."""
+    with torch.device("meta"):
+        named = dict(Model(cfg).named_parameters())
+    count = sum(p.numel() for p in named.values())
+    muon = sum(p.numel() for n, p in named.items() if optimizer == "muon" and optim.is_muon(n, p))
+    tokens, width = micro_batch_size * sequence_length, dtype.itemsize
+    low_precision = 0 if dtype == torch.float32 else width * (count - muon if optimizer == "adamw" else count)
+    head = cfg.vocab_size * cfg.hidden_size * 4
+    return {
+        "parameters": count * 4,
+        "gradients": count * 4,
+        "optimizer": (count - muon) * 8 + muon * 4,
+        "activations": cfg.num_hidden_layers * tokens * saved_per_token(cfg, recompute, width)
+                       + tokens * cfg.hidden_size * (4 + 4 + width)      # final norm, its output, the gradient of the loss
+                       + low_precision,                                  # autocast keeps one copy of every weight
+        "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + head,    # a chunk, its error, and the head's gradient
+    }
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of a device in all (not what is free: that differs from launch to launch)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    try:
+        import os
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):              # Windows has no sysconf
+        return 8 * 2**30
+
+
+# ---- the batch ------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Batch:
+    """micro_batch_size x accumulation x replicas = global_batch_size sequences per optimizer step."""
+    micro_batch_size: int
+    accumulation: int
+    replicas: int
+    source: str = ""                # where an automatic size came from, to print
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batch_size * self.accumulation * self.replicas
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def law_of_deepseek(parameters: int, tokens: int, sequence_length: int) -> int:
+    """Sequences per step by the fit of arXiv 2401.02954: 0.292 C^0.3271 tokens with C = 6 N D, as a power of two."""
+    wanted = 0.292 * (6 * parameters * tokens) ** 0.3271 / sequence_length
+    power = 1
+    while power * 2 ** 0.5 < wanted:
+        power *= 2
+    return power
+
+
+def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int) -> int:
+    """Most sequences per forward, at most `limit`, that fit `memory` bytes."""
+    def fits(micro: int) -> bool:
+        if device == "cpu" and micro > 1 and micro * cfg.sequence_length > CPU_TOKENS:
+            return False
+        return sum(estimate(cfg, micro, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute).values()) \
+            <= HEADROOM * memory
+    if not fits(1):
+        need = sum(estimate(cfg, 1, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute).values())
+        raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need / 2**30:.1f} GB on a device of "
+                        f"{memory / 2**30:.1f} GB: lower sequence_length or the model size, or set recompute=layer")
+    low, high = 1, limit
+    while low < high:                                          # memory grows with micro: bisect
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, parameters: int,
+         stored_global: int | None = None) -> Batch:
+    """
+    The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same; `stored_global`
+    is the global batch of the run that is resumed, which wins over everything else.
+    """
+    micro, total, source = cfg.micro_batch_size, stored_global or cfg.global_batch_size, ""
+    if total is None and micro != "auto":
+        return Batch(micro, cfg.gradient_accumulation or 1, replicas)
+    if total is None:
+        law = law_of_deepseek(parameters, cfg.tokens or 20 * parameters, cfg.sequence_length)
+        total = max(1, round(law / replicas)) * replicas
+        source = (f"global batch: {total} sequences = {total * cfg.sequence_length:,} tokens, from 0.292 C^0.3271 "
+                  f"(arXiv 2401.02954)")
+    if total % replicas:
+        lower = total // replicas * replicas
+        near = f"{lower} or {lower + replicas}" if lower else f"{replicas}"
+        raise UserError(f"global_batch_size={total} is not divisible by {replicas} replicas: use {near}")
+    share = total // replicas                                  # sequences per replica and step
+    if micro == "auto":
+        if cfg.gradient_accumulation and not stored_global:
+            if share % cfg.gradient_accumulation:
+                raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences each, not "
+                                f"divisible by gradient_accumulation={cfg.gradient_accumulation}: use one of "
+                                f"{divisors(share)}")
+            micro = share // cfg.gradient_accumulation
+        else:
+            most = largest_micro(cfg, dtype, device, memory, share)
+            micro = max(d for d in divisors(share) if d <= most)
+    if share % micro:
+        step = micro * replicas
+        lower = total // step * step
+        near = " or ".join(str(n) for n in (lower, lower + step) if n)
+        if stored_global:
+            raise UserError(f"the run that is resumed has a global batch of {total} sequences, not divisible by "
+                            f"micro_batch_size={micro} x {replicas} replicas: use a micro_batch_size of {divisors(share)}")
+        raise UserError(f"global_batch_size={total} is not divisible by micro_batch_size={micro} x {replicas} replicas: "
+                        f"use a global_batch_size of {near}, or a micro_batch_size of {divisors(share)}")
+    accumulation = share // micro
+    if cfg.gradient_accumulation not in (None, accumulation) and not stored_global:
+        raise UserError(f"global_batch_size={total} = micro_batch_size={micro} x {replicas} replicas x "
+                        f"{accumulation}, but gradient_accumulation={cfg.gradient_accumulation}: drop one of the three")
+    return Batch(micro, accumulation, replicas, source)

@@ -1,0 +1,44 @@
+"""What all tests share: the repo on the path, the oracle process, the seconds of each file."""
+import os
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+
+import torch  # noqa: E402  (before any test forks)
+
+from oracle import Oracle  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+    judge = Oracle()
+    yield judge
+    judge.stop()
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path, monkeypatch):
+    """Every test works in a directory of its own: nothing that it writes can reach another test or the repo."""
+    monkeypatch.chdir(tmp_path)
+
+
+seconds = defaultdict(float)
+
+
+def pytest_runtest_logreport(report):
+    seconds[report.nodeid.split("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("seconds per file")
+    for file, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{spent:7.1f}  {file}")

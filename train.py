@@ -1,0 +1,417 @@
+"""
+Pretrain a language model from scratch, or train on from given weights, on one device or many.
+
+    python train.py configs/tiny.py                                  a model in three minutes on a laptop, no data needed
+    torchrun --nproc-per-node=8 train.py configs/20m.py              one process per GPU
+    python train.py configs/20m.py --data=my.jsonl --tokens=200M     your text, your budget
+    python train.py --init_from=out/20m --data=book.txt --out_dir=out/book
+    python train.py --eval_only --init_from=out/20m --data=book.txt
+
+Start the same command again and it goes on where it stopped. out_dir holds the latest model as a Hugging Face directory,
+checkpoints/ to resume, metrics.jsonl, and the sources and settings of the run. From Python: train(data="my.jsonl", ...).
+"""
+import copy
+import math
+import os
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import checkpoint
+import config
+import data
+import launch
+import log
+import memory
+import optim
+from config import UserError
+from model import Model, ModelConfig, count_parameters, generate, shape_for
+from prepare import ensure
+from tokenizer import StreamDecoder
+
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+@dataclass
+class Config(ModelConfig):
+    # what
+    params: int | None = 20_000_000        # size of a fresh model: fills the shape fields that nobody set
+    sequence_length: int = 512             # tokens per row
+    data: str = "stdlib"                   # corpus directory, raw text, or a mix: "fineweb:0.7,code:0.3"
+    tokenizer: str = "auto"                # for raw text: "auto" trains one on it; "byte", "gpt2", a tokenizer.json, a model
+    out_dir: str | None = None             # None = out/<config name>
+    init_from: str | None = None           # model directory to train on from (ours or Hugging Face's); None = from scratch
+    resume: bool | str = "auto"            # "auto" = go on when out_dir holds this run; "never"; a checkpoint to go on from
+    seed: int = 1337                       # weights and the order of the data
+    # objective
+    document_mask: bool = False            # tokens see their own document only
+    # how much: one of tokens, max_steps, epochs; none = 20 tokens per parameter
+    tokens: int | None = None              # positions with a loss, over all replicas
+    max_steps: int | None = None           # optimizer steps
+    epochs: int | None = None              # passes over the training tokens
+    max_epochs: int | None = None          # refuse to repeat the data more often than this; None = any
+    max_minutes: float | None = None       # save and stop after this long
+    # batch: micro_batch_size x gradient_accumulation x replicas = global_batch_size
+    micro_batch_size: int | Literal["auto"] = "auto"  # sequences per device per forward; "auto" = what fits
+    global_batch_size: int | None = None   # sequences per optimizer step over all replicas; None with "auto" = by a law
+    gradient_accumulation: int | None = None  # forwards per optimizer step; None = what follows
+    # optimizer
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon moves the matrices of the layers, adamw everything else (or all)
+    lr: float = 3e-3                       # peak learning rate
+    schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # what follows the warm-up
+    start_lr: float = 0.0                  # where the warm-up starts
+    final_lr: float | None = None          # where the decay ends; None = lr / 10
+    warmup_ratio: float = 0.02             # share of the run that warms up
+    decay_ratio: float = 0.2               # share of the run that decays, for wsd
+    decay_shape: Literal["cosine", "linear"] = "linear"  # of the decay, for wsd
+    weight_decay: float = 0.1              # on matrices only
+    beta1: float = 0.9                     # AdamW: memory of the gradient
+    beta2: float = 0.95                    # AdamW: memory of its square
+    adam_eps: float = 1e-8                 # AdamW: added to the root
+    grad_clip: float | None = 1.0          # largest norm of the gradient; None = no clip
+    # machine
+    device: str = "auto"                   # auto = CUDA, MPS, CPU; or cpu, mps, cuda, cuda:1
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of the products; weights stay fp32; auto = bf16 on a GPU
+    compile: bool | None = None            # torch.compile each layer; None = on CUDA
+    recompute: Literal["none", "attention", "layer"] = "none"  # trade time for memory
+    timeout: int = 900                     # seconds until a rank that does not answer ends the job
+    # evaluation
+    eval_interval: int | None = 250        # steps; also at the end; None = only there
+    eval_tokens: int | None = None         # None = all validation tokens; else an evenly spaced subset
+    eval_only: bool = False                # evaluate init_from (or out_dir) on data, train nothing
+    # intervals, in steps
+    log_interval: int = 1                  # a line and a record in metrics.jsonl
+    sample_interval: int | None = 250      # print what the model writes; also at the end
+    save_interval: int | None = 250        # state to resume; also at the end
+    model_interval: int | None = None      # Hugging Face copy in out_dir; None = at every save
+    keep_last: int = 3                     # states that are kept
+    # watching
+    wandb_project: str | None = None       # log to Weights & Biases, if installed
+    wandb_entity: str | None = None        # its team
+    wandb_name: str | None = None          # its run name
+    tensorboard: bool = False              # log to <out_dir>/tensorboard, if installed
+
+
+def train(**kwargs) -> dict:
+    """
+    Train as the command line does, with the same names. Returns {"steps", "tokens", "losses" (one per log line),
+    "validation_loss", "bits_per_byte", "out_dir"}; raises UserError for what the caller got wrong.
+    """
+    return main(config.make(Config, kwargs))
+
+
+def main(cfg: Config) -> dict:
+    # ---- what is asked, checked before any device starts ------------------------------------------------------------
+    cfg, place = copy.copy(cfg), launch.environment()
+    say = print if place.rank == 0 else (lambda *_: None)
+    given = {key: getattr(cfg, key) for key in cfg.given}
+    cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
+    if cfg.eval_only:
+        return evaluate_only(cfg, place, say)
+    resumed = checkpoint.resume(cfg, say)                  # a checkpoint directory or None; brings cfg in line with it
+    stored = checkpoint.read_json(resumed / "state.json") if resumed else None
+    fixed = stored and stored["batch"]["global_batch_size"]
+    base = open_base(cfg)
+    source = ensure(cfg.data, base.tokenizer if base and base.tokenizer else cfg.tokenizer, rank=place.rank,
+                    world=place.world, say=say)
+    corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
+    settle_shape(cfg, corpus, base, say)
+    tokenizer = base.tokenizer if base and base.tokenizer else corpus.tokenizer
+    parameters = count_parameters(cfg)
+    batch = memory.plan(cfg, place.world, torch.float32, "cpu", 2**62, parameters, fixed)    # for its complaints
+    max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
+    corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
+    result = launch.relaunch(__file__, cfg)                # several GPUs and no launcher: torchrun does the rest
+    if result is not None:
+        return result
+
+    # ---- devices ----------------------------------------------------------------------------------------------------
+    run = launch.start(cfg)
+    run.check_shared(cfg.out_dir)
+    smallest = run.all_reduce(memory.device_memory(run.device), op="min")
+    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, fixed)
+    cfg.compile = run.device.type == "cuda" if cfg.compile is None else cfg.compile
+
+    # ---- model, optimizer, what is resumed --------------------------------------------------------------------------
+    if base is None:
+        base = Model(checkpoint.model_config(cfg)).init_weights(cfg.seed)
+    model, model.tokenizer = base.to(run.device).recomputing(cfg.recompute), tokenizer
+    optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
+    scale = optim.LossScale(run.dtype == torch.float16, run.device, batch.micro_batch_size * cfg.sequence_length)
+    step = samples = 0
+    if resumed:
+        checkpoint.restore(resumed, model, optimizer, scale, run)
+        step, samples = stored["step"], stored["samples"]
+        check_resumed(cfg, stored, corpus, max_steps, run)
+        if step >= max_steps:
+            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go on, or "
+                    f"another out_dir to start a new one")
+            return launch.report(run, {"steps": step, "tokens": samples * cfg.sequence_length, "losses": [],
+                                       "validation_loss": None, "bits_per_byte": None, "out_dir": cfg.out_dir})
+    if run.main:
+        checkpoint.open_out_dir(cfg, given)
+    introduce(cfg, run, corpus, batch, parameters, max_steps)
+    if cfg.compile:
+        launch.compile_layers(model.model.layers, run)
+    forward = DDP(model, device_ids=run.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False) \
+        if run.world > 1 else model                        # `model` stays the plain one: its names reach the disk
+
+    # ---- loop -------------------------------------------------------------------------------------------------------
+    def read(samples: int) -> list:
+        """This replica's rows of the step that starts at `samples`, on their way to the device."""
+        step_rows = corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world)
+        return [run.to_device(ids) for ids in step_rows]
+
+    def save() -> None:
+        state = {"step": step, "samples": samples, "tokens": samples * cfg.sequence_length, "seed": cfg.seed,
+                 "updates": step - int(optimizer.skipped), "skipped_in_a_row": int(optimizer.skipped_in_a_row),
+                 "fp16_scale": float(scale.value) if scale.enabled else None,
+                 "world": run.world, "mesh": {"dp": run.world}, "max_steps": max_steps,
+                 "batch": {**asdict(batch), "global_batch_size": batch.global_batch_size},
+                 "model": asdict(model.cfg), "config": {f.name: getattr(cfg, f.name) for f in fields(cfg)},
+                 "given": given, "defaults": {key: getattr(Config(), key) for key in given},
+                 "corpus": corpus.fingerprint, "wandb_id": lines.wandb_id}
+        checkpoint.save_state(cfg.out_dir, model, optimizer, state, run, cfg.keep_last)
+
+    def publish() -> None:
+        if run.main:
+            checkpoint.save_model_dir(model, tokenizer, cfg.out_dir, step=step)
+        run.barrier()
+
+    lines = log.Log(cfg, run, max_steps, start_step=step, wandb_id=stored and stored["wandb_id"])
+    peak = launch.peak_flops(run)
+    started = began = time.perf_counter()
+    logged, done, evaluation = step, False, {}
+    ahead = read(samples)
+    while not done:
+        lr = optim.lr_at(step, max_steps, cfg)
+        totals = torch.zeros(2, device=run.device)         # sum of the losses, labels that counted
+        for k, ids in enumerate(ahead):                    # [micro, T+1] ids: the same windows at any world size
+            unsynced = forward.no_sync() if run.world > 1 and k < batch.accumulation - 1 else nullcontext()
+            with unsynced:                                 # one all-reduce of the gradients per step
+                with run.autocast():
+                    loss, valid = forward(ids[:, :-1], labels=ids[:, 1:], documents=document_ids(cfg, ids, corpus))
+                (loss * scale.value).backward()
+            totals += torch.stack((loss.detach(), valid.float()))
+        samples += batch.global_batch_size
+        ahead = read(samples) if step + 1 < max_steps else []           # while the device works
+        totals = run.all_reduce(totals)                    # every rank calls this
+        # DDP took the mean over ranks: back to the sum, then per label of the whole step
+        norm = optim.finish_gradients(model, run.world / totals[1] / scale.value, cfg.grad_clip)
+        optimizer.step(norm, lr)                           # nothing moves when the norm is not finite
+        scale.update(norm)
+        step += 1
+        run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
+        done = run.stopping() or step == max_steps         # every rank calls this
+        if log.due(step, cfg.log_interval) or done:
+            loss, norm, in_a_row = torch.stack((totals[0] / totals[1], norm, optimizer.skipped_in_a_row)).tolist()
+            seconds = (time.perf_counter() - began) / (step - logged)
+            speed = batch.global_batch_size * cfg.sequence_length / seconds
+            lines.step(step, {"step-time": seconds, "cross-entropy-loss": loss, "learning-rate": lr,
+                              "gradient-norm": norm, "tokens-per-second": speed, **run.peak_memory(),
+                              **({"mfu": speed * flops_per_token(cfg, parameters) / (peak * run.world)} if peak else {})})
+            complain(cfg, step, max_steps, loss, int(in_a_row), lines)
+        if log.due(step, cfg.save_interval) or done:
+            save()
+        if log.due(step, cfg.model_interval or cfg.save_interval) or done:
+            publish()
+        if log.due(step, cfg.eval_interval) or step == max_steps:
+            evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
+            lines.evaluation(step, evaluation)
+        if log.due(step, cfg.sample_interval) or step == max_steps:
+            lines.note(sample(model, tokenizer, run))
+        if log.due(step, cfg.log_interval):                # saving and evaluating do not count as training time
+            began, logged = time.perf_counter(), step
+
+    # ---- finish -----------------------------------------------------------------------------------------------------
+    lines.finish()
+    if step < max_steps:
+        run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
+    run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={cfg.out_dir}")
+    return launch.report(run, {
+        "steps": step, "tokens": samples * cfg.sequence_length, "losses": [loss for _, loss in lines.losses],
+        "validation_loss": evaluation.get("validation-loss"), "bits_per_byte": evaluation.get("bits-per-byte"),
+        "out_dir": cfg.out_dir})
+
+
+# ---- before the loop ------------------------------------------------------------------------------------------------
+
+def open_base(cfg: Config) -> Model | None:
+    """The model of init_from, on the CPU in fp32; its shape becomes the run's. None from scratch."""
+    if cfg.init_from is None:
+        return None
+    if os.path.realpath(cfg.init_from) == os.path.realpath(cfg.out_dir):
+        raise UserError(f"out_dir={cfg.out_dir} is init_from itself, which would be overwritten: choose another out_dir")
+    base, tokenizer = checkpoint.load_model_dir(cfg.init_from, dtype=torch.float32)
+    base.tokenizer = tokenizer
+    for key in (f.name for f in fields(ModelConfig)):
+        wanted, there = getattr(cfg, key), getattr(base.cfg, key)
+        if key in cfg.given and wanted != there and key not in ("rope_scaling", "max_position_embeddings"):
+            raise UserError(f"{key}={wanted} does not fit init_from={cfg.init_from}, which has {key}={there}: leave it out")
+    return base
+
+
+def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
+    """Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary."""
+    if base is not None:
+        asked = {key: getattr(cfg, key) for key in ("rope_scaling", "max_position_embeddings") if key in cfg.given}
+        for f in fields(ModelConfig):
+            setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
+        if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
+            say(f"warning: sequence_length={cfg.sequence_length} is beyond the {cfg.max_position_embeddings} positions that "
+                f"the base was trained on: give rope_scaling, or expect it to learn them anew")
+            cfg.max_position_embeddings = cfg.sequence_length
+        base.cfg = checkpoint.model_config(cfg)
+        base.set_positions()
+        if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
+            raise UserError(f"data={cfg.data} was prepared with another tokenizer than init_from={cfg.init_from} has: prepare "
+                            f"it again with --tokenizer={cfg.init_from}")
+    else:
+        if cfg.vocab_size is None:
+            cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
+        if "max_position_embeddings" not in cfg.given:
+            cfg.max_position_embeddings = cfg.sequence_length
+        if cfg.params is not None:
+            mine = {key: getattr(cfg, key) for key in (*SHAPE, "tie_word_embeddings") if key in cfg.given}
+            shape, warnings = shape_for(cfg.params, cfg.vocab_size, mine)
+            for key, value in shape.items():
+                setattr(cfg, key, value)
+            for warning in warnings:
+                say(f"warning: {warning}")
+    if corpus.vocab_size > cfg.vocab_size:
+        raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1}, the model has vocab_size={cfg.vocab_size}")
+    if cfg.document_mask and corpus.eos_id is None:
+        raise UserError(f"document_mask needs the id that ends a document, which data={cfg.data} does not state: prepare it "
+                        f"with prepare.py")
+
+
+def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> int:
+    """Optimizer steps of the run, from whichever of the lengths was given."""
+    given = [key for key in ("tokens", "max_steps", "epochs") if getattr(cfg, key) is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} were both given: the length of a run is one of tokens, max_steps, epochs")
+    if cfg.max_steps is not None:
+        return cfg.max_steps
+    if cfg.epochs is not None:
+        return max(1, cfg.epochs * corpus.windows // global_batch_size)
+    return -(-(cfg.tokens or 20 * parameters) // (global_batch_size * cfg.sequence_length))
+
+
+def check_resumed(cfg: Config, stored: dict, corpus, batch, max_steps: int, run) -> None:
+    """Say what differs from the run that is resumed, or refuse."""
+    if stored["corpus"] != corpus.fingerprint and cfg.resume in ("auto", True):
+        raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content changed): choose "
+                        f"another out_dir, or go on with it all the same by --resume=<checkpoint>")
+    run.say(f"resuming at step {stored['step']}" + (f" with {run.world} ranks instead of {stored['world']}"
+                                                     if run.world != stored["world"] else ""))
+    if stored["max_steps"] != max_steps and stored["step"] < max_steps:
+        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate follows the curve "
+                f"of {max_steps} steps from here on")
+
+
+def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) -> None:
+    """What is about to happen, in numbers."""
+    run.say(config.show(cfg))
+    if batch.source:
+        run.say(batch.source)
+    tokens = max_steps * batch.global_batch_size * cfg.sequence_length
+    epochs = max_steps * batch.global_batch_size / corpus.windows
+    run.say(f"{parameters:,} parameters, {cfg.num_hidden_layers} layers x {cfg.hidden_size} wide | {run.device}, "
+            f"{str(run.dtype).removeprefix('torch.')}, {run.world} process{'es' if run.world > 1 else ''}")
+    run.say(f"{max_steps:,} steps x {batch.global_batch_size} sequences ({batch.micro_batch_size} x "
+            f"{batch.accumulation} x {run.world}) x {cfg.sequence_length} tokens = {tokens:,} tokens, {epochs:.2f} epochs "
+            f"of {corpus.train_tokens:,}; {corpus.val_tokens:,} for validation")
+    run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows how often each "
+            f"token occurs {corpus.unigram_entropy():.4f}")
+
+
+# ---- in the loop ----------------------------------------------------------------------------------------------------
+
+def document_ids(cfg: Config, ids: torch.Tensor, corpus) -> torch.Tensor | None:
+    return data.documents(ids[:, :-1], corpus.eos_id) if cfg.document_mask else None
+
+
+def flops_per_token(cfg: Config, parameters: int) -> float:
+    """Forward and backward, attention counted in full: 6 N + 12 L H K T (PaLM, arXiv 2204.02311, appendix B)."""
+    attention = cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim * cfg.sequence_length
+    return 6 * parameters + 12 * attention
+
+
+def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int, lines) -> None:
+    """Stop a run that has diverged; warn about one that does not learn."""
+    if in_a_row >= 10:
+        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss {loss}): lower "
+                        f"lr={cfg.lr} or warm up longer, then start again; the last checkpoint is from before")
+    warm = max(1, round(cfg.warmup_ratio * max_steps))
+    if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
+        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows nothing has "
+                   f"({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
+
+
+@torch.no_grad()
+def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
+    """
+    Loss (nats per token) and bits per byte of text over the validation tokens, each once, over all ranks. {} when there
+    are none, or when the run is asked to stop meanwhile. Bits per byte = summed loss / ln 2 / UTF-8 bytes of the labels.
+    """
+    tokenizer = corpus.tokenizer
+    lengths = None if tokenizer is None else torch.as_tensor(tokenizer.token_lengths).to(run.device)
+    totals = torch.zeros(3, dtype=torch.float64)           # loss, labels, bytes
+    for ids, labels in corpus.evaluation(micro_batch_size, run.rank, run.world, cfg.eval_tokens):
+        if run.stopping():                                 # every rank calls this
+            return {}
+        ids, labels = run.to_device(ids), run.to_device(labels)
+        with run.autocast():
+            loss, valid = forward(ids, labels=labels)
+        size = lengths[labels[labels >= 0]].sum() if lengths is not None else torch.zeros(())
+        totals += torch.tensor([float(loss), float(valid), float(size)], dtype=torch.float64)
+    loss, labels, size = run.all_reduce(totals).tolist()
+    if not labels:
+        return {}
+    part = {} if cfg.eval_tokens is None or labels >= corpus.val_tokens - len(corpus.sources) else {"tokens": int(labels)}
+    bits = {"bits-per-byte": loss / math.log(2) / size} if size else {}
+    return {"validation-loss": loss / labels, **bits, **part}
+
+
+def sample(model: Model, tokenizer, run, length: int = 100) -> str:
+    """What the model writes from the start of a document. Rank 0 works, the others wait; every rank calls this."""
+    text = ""
+    if run.main and tokenizer is not None:
+        decoder, generator = StreamDecoder(tokenizer), torch.Generator(run.device).manual_seed(0)
+        for (new,) in generate(model, [[tokenizer.eos_id]], length, vocab_size=tokenizer.vocab_size, generator=generator):
+            if new == tokenizer.eos_id or run.stop_signal:
+                break
+            text += decoder.push(new)
+        text = f"--- sample ---\n{text}{decoder.finish()}\n--------------"
+    run.barrier()
+    return text
+
+
+# ---- evaluation alone -----------------------------------------------------------------------------------------------
+
+def evaluate_only(cfg: Config, place, say) -> dict:
+    """Loss and bits per byte of a model directory on the validation split of `data`. Writes nothing."""
+    path = cfg.init_from or cfg.out_dir
+    model, model.tokenizer = checkpoint.load_model_dir(path, dtype=torch.float32)
+    for f in fields(ModelConfig):
+        setattr(cfg, f.name, getattr(model.cfg, f.name))
+    if "sequence_length" not in cfg.given:
+        cfg.sequence_length = min(cfg.sequence_length, cfg.max_position_embeddings)
+    source = ensure(cfg.data, model.tokenizer or cfg.tokenizer, rank=place.rank, world=place.world, say=say)
+    corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
+    settle_shape(cfg, corpus, model, say)
+    corpus.check(0, 1)
+    run = launch.start(cfg)
+    micro = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    found = evaluate(model.to(run.device), corpus, micro, cfg, run)
+    run.say(f"{path} on {cfg.data}: " + " | ".join(f"{key} {value:,.4f}" for key, value in found.items()))
+    return launch.report(run, {"validation_loss": found.get("validation-loss"), "out_dir": cfg.out_dir,
+                               "bits_per_byte": found.get("bits-per-byte"), "steps": 0, "tokens": 0, "losses": []})
+
+
+if __name__ == "__main__":
+    config.run(main, Config)
