@@ -513,6 +513,28 @@ def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None
     run_say(f"resuming with changed settings: {listed}")
 
 
+def name_objects(cfg) -> dict:
+    """Replace a live tokenizer or model in cfg by the directory in out_dir that save_objects() will put it in."""
+    live = {}
+    for key in ("tokenizer", "init_from"):
+        value = getattr(cfg, key)
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            live[key] = value if isinstance(value, Model) else tokenizers.load_tokenizer(value)
+            setattr(cfg, key, str(Path(cfg.out_dir) / "given" / key))
+    return live
+
+
+def save_objects(cfg, live: dict) -> None:
+    """Write what name_objects() found, where a child process or a later run will look for it. Rank 0 only."""
+    for key, value in live.items():
+        path = getattr(cfg, key)
+        if isinstance(value, Model):
+            save_model_dir(value, value.tokenizer, path)
+        else:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            value.save(path)
+
+
 def open_out_dir(cfg, given: dict) -> None:
     """Create out_dir with run_config.json (all values, and what the user gave) and a copy of the sources. Rank 0 only."""
     out = Path(cfg.out_dir)

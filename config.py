@@ -1,13 +1,13 @@
 """
-Configuration: each script declares one dataclass; a field of it is a line of a config file, a flag and a keyword.
+Configuration: a script declares one dataclass; a field is a line of a config file, a flag and a keyword.
 
-    python train.py configs/tiny.py                      a config file is Python that assigns fields: lr = 3e-4
-    python train.py configs/tiny.py more.py --lr=1e-3    read in order, the later one wins
-    python train.py --tokens=100M --no-compile --help    sizes end in K, M, B, T; --no- turns a switch off
-    train(data="my.jsonl", tokens="100M")                the same names and the same checks from Python
+    python train.py configs/tiny.py                     a config file is Python that assigns: lr = 3e-4
+    python train.py configs/tiny.py more.py --lr=1e-3   read in order, the later one wins
+    python train.py --tokens=100M --no-compile --help   sizes end in K, M, B, T; --no- turns a switch off
+    train(data="my.jsonl", tokens="100M")               the same names and the same checks from Python
 
-A field is `name: type = default    # what it means`: the comment is the help text, and a comment on a line of its own
-heads a group. What the user got wrong is a UserError, one sentence that says what to write instead.
+A field is `name: type = default    # what it means`: the comment is the help text; a comment on a line of its
+own heads a group. What the user got wrong is a UserError, one sentence that says what to write instead.
 """
 import ast
 import dataclasses
@@ -39,13 +39,14 @@ class UserError(ValueError):
     """Something the user can put right; the scripts print it as one sentence and exit with 2."""
 
 
-# ---- which numbers make sense ---------------------------------------------------------------------------------------
-# Names mean the same in every script, so one table serves all. A number that is in none of these must be above 0.
+# ---- which numbers make sense -----------------------------------------------------------------------------
+# Names mean the same in every script, so one table serves all. A number in none of these must be above 0.
 ZERO_TOO = {
-    "seed", "weight_decay", "start_lr", "final_lr", "warmup_ratio", "decay_ratio", "beta1", "beta2", "grad_clip",
-    "temperature", "top_k", "min_p", "val_fraction", "attention_dropout", "n_shared_experts", "first_k_dense_replace",
-    "bos_token_id", "eos_token_id", "pad_token_id", "moe_load_balance_coef", "port", "nsys_start", "nsys_stop",
-    "memory_profile_start", "memory_profile_stop", "profile_start", "profile_stop",
+    "seed", "weight_decay", "start_lr", "final_lr", "warmup_ratio", "decay_ratio", "beta1", "beta2",
+    "grad_clip", "temperature", "top_k", "min_p", "val_fraction", "attention_dropout", "n_shared_experts",
+    "first_k_dense_replace", "bos_token_id", "eos_token_id", "pad_token_id", "moe_load_balance_coef",
+    "port", "nsys_start", "nsys_stop", "memory_profile_start", "memory_profile_stop", "profile_start",
+    "profile_stop",
 }
 UP_TO_ONE = {"warmup_ratio", "decay_ratio", "top_p", "min_p", "partial_rotary_factor"}
 BELOW_ONE = {"beta1", "beta2", "val_fraction", "attention_dropout"}
@@ -63,12 +64,12 @@ def check_range(key, value, kind) -> None:
             off = " (None turns it off)" if NoneType in members(kind) else ""
             raise UserError(f"{key}={item} must be {'at least' if key in ZERO_TOO else 'above'} 0{off}")
         if (item > 1 and key in UP_TO_ONE) or (item >= 1 and key in BELOW_ONE):
-            raise UserError(f"{key}={item} must be {'at most' if key in UP_TO_ONE else 'below'} 1, it is a fraction")
+            raise UserError(f"{key}={item} must be {'at most' if key in UP_TO_ONE else 'below'} 1")
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
+# ---- values -----------------------------------------------------------------------------------------------
 SIZES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def parse_size(text: str) -> int:
@@ -77,15 +78,15 @@ def parse_size(text: str) -> int:
     digits, unit = (text[:-1], SIZES[text[-1].lower()]) if text[-1:].lower() in SIZES else (text, 1)
     try:
         number = Decimal(digits) * unit
-        if number.adjusted() < 30 and number == int(number):          # 1e999999 in full would fill the memory
+        if number.adjusted() < 30 and number == int(number):     # 1e999999 in full would fill the memory
             return int(number)
-    except (InvalidOperation, ValueError, OverflowError):             # not a number, nan, inf
+    except (InvalidOperation, ValueError, OverflowError):        # not a number, nan, inf
         pass
     raise UserError(f"{text!r} is not a whole number: write it like 20M, 1.5B, 750k, 524_288 or 1e9")
 
 
 def members(kind) -> tuple:
-    """The alternatives of `A | B | None`, the pickiest first as str takes anything; of another type, that type."""
+    """The alternatives of `A | B | None`, str last as it takes anything; of any other type, that type."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     order = [NoneType, int, float, bool]
     return tuple(sorted(kinds, key=lambda k: order.index(k) if k in order else len(order) + (k is str)))
@@ -101,18 +102,20 @@ def describe(kind) -> str:
 
 
 def convert(value, kind, text=False):
-    """`value` as an object of type `kind`, else ValueError. `text`: it is a flag's, where "none" may spell None."""
+    """`value` as an object of type `kind`, else ValueError. `text`: of a flag, where "none" spells None."""
     if len(members(kind)) > 1:
         for member in members(kind):
             try:
                 return convert(value, member, text)
             except ValueError:
                 continue
-    elif kind is object:                                              # a live tokenizer or model, from Python
+    elif kind is object:                                        # a live tokenizer or model, from Python
         return value
     elif get_origin(kind) is Literal:
         for choice in get_args(kind):
-            if (type(value), value) == (type(choice), choice) or (text and value.lower() == str(choice).lower()):
+            if text and value.lower() == str(choice).lower():
+                return choice
+            if type(value) is type(choice) and value == choice:
                 return choice
     elif kind is NoneType:
         if value is None or (text and value.lower() in ("none", "null")):
@@ -138,9 +141,10 @@ def convert(value, kind, text=False):
         item = (get_args(kind) or (str,))[0]
         if text and value.startswith("["):
             value, text = literal(value), False
-        elif isinstance(value, str):                                  # a text may hold commas, a number doesn't
+        elif isinstance(value, str):                            # a text may hold commas, a number doesn't
             value = [value] if item is str else value.split(",")
-        return [convert(each, item, text) for each in (value if isinstance(value, (list, tuple)) else [value])]
+        value = value if isinstance(value, (list, tuple)) else [value]
+        return [convert(each, item, text) for each in value]
     raise ValueError
 
 
@@ -162,9 +166,9 @@ def literal(text: str):
     raise ValueError
 
 
-# ---- where values come from -----------------------------------------------------------------------------------------
+# ---- where values come from -------------------------------------------------------------------------------
 def load(Config, argv: list[str]):
-    """Config files (*.py) and flags, the later one wins. Raises UserError; --help and --version end the program."""
+    """Config files (*.py) and flags, the later one wins. Raises UserError; --help and --version exit."""
     values, given, files, argv = {}, {}, [], list(argv)
     while argv:
         word = argv.pop(0)
@@ -182,8 +186,8 @@ def load(Config, argv: list[str]):
             for key, value in read_file(Config, word).items():
                 values[key], given[key] = accept(Config, key, value, f"{word}: "), word
         else:
-            hint = f"did you mean {word}.py?" if os.path.isfile(word + ".py") else "write --key=value or a file.py"
-            raise UserError(f"{word!r} is neither a flag nor a config file: {hint}")
+            file = f"{word}.py" if os.path.isfile(f"{word}.py") else f"--key={word} or a config file"
+            raise UserError(f"{word!r} is neither a flag nor a config file: did you mean {file}?")
     return build(Config, values, given, files)
 
 
@@ -236,22 +240,23 @@ def read_file(Config, path) -> dict:
         raise UserError(f"{where}: {type(error).__name__}: {error}") from None
     finally:
         sys.path.remove(HERE)
-    return {key: value for key, value in found.items() if not key.startswith("_") and not inspect.ismodule(value)
-            and (key in kinds_of(Config) or not (inspect.isroutine(value) or inspect.isclass(value)))}
+    own = {key for key, value in found.items() if key.startswith("_") or inspect.ismodule(value)
+           or (key not in kinds_of(Config) and (inspect.isroutine(value) or inspect.isclass(value)))}
+    return {key: value for key, value in found.items() if key not in own}
 
 
 def accept(Config, key, value, origin="", text=False):
     """The value of field `key`, converted and in range, or a UserError that begins with its origin."""
     kinds = kinds_of(Config)
     if key not in kinds:
-        hint = did_you_mean(key, kinds) + (" (a name of the file's own starts with _)" if ".py: " in origin else "")
+        hint = did_you_mean(key, kinds) + (" (names of your own start with _)" if ".py: " in origin else "")
         raise UserError(f"{origin}{key} is not a key of this script{elsewhere(key)}{hint}")
     try:
         value = convert(value, kinds[key], text)
     except ValueError:
-        choices = [word for kind in members(kinds[key]) if get_origin(kind) is Literal for word in get_args(kind)]
-        hint = did_you_mean(str(value), choices)
-        raise UserError(f"{origin}{key}={value!r} should be {describe(kinds[key])}{hint}") from None
+        kind = describe(kinds[key])
+        hint = did_you_mean(str(value), kind.split(" | "))
+        raise UserError(f"{origin}{key}={value!r} should be {kind}{hint}") from None
     try:
         check_range(key, value, kinds[key])
     except UserError as error:
@@ -260,7 +265,7 @@ def accept(Config, key, value, origin="", text=False):
 
 
 def write(cfg, path: str) -> None:
-    """What the user set, and out_dir, as a config file: loaded, it gives an equal config with equal keys given."""
+    """What the user set, and out_dir, as a config file: loading it gives an equal config."""
     keys = [key for key in kinds_of(type(cfg)) if key in cfg.given or key == "out_dir"]
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{key} = {getattr(cfg, key)!r}\n" for key in keys)
@@ -279,7 +284,7 @@ def kinds_of(Config) -> dict:
     return {field.name: hints[field.name] for field in dataclasses.fields(Config)}
 
 
-# ---- what to say ----------------------------------------------------------------------------------------------------
+# ---- what to say ------------------------------------------------------------------------------------------
 def did_you_mean(word, choices) -> str:
     close = difflib.get_close_matches(word, [str(choice) for choice in choices], n=1, cutoff=0.5)
     return f": did you mean {close[0]}?" if close else ""
@@ -305,7 +310,7 @@ def short(path) -> str:
 
 
 def names(script: str, Class="Config") -> list[str]:
-    """The keys of a script's Config, its bases' first, from the source: nothing is imported. [] if it has none."""
+    """The keys of a script's Config, its bases' first, from the source: nothing is imported."""
     with open(script, encoding="utf-8") as file:
         try:
             tree = ast.parse(file.read())
@@ -322,7 +327,7 @@ def names(script: str, Class="Config") -> list[str]:
 
 
 def documented(Config) -> list[tuple[str, dict]]:
-    """[(heading, {key: comment}), ...] in the order of the source: the script's own class, then its bases."""
+    """[(heading, {key: comment}), ...] in the order of the source: the script's class, then its bases."""
     groups, seen = [], set()
     for Class in [Class for Class in Config.__mro__ if dataclasses.is_dataclass(Class)]:
         try:
@@ -354,7 +359,8 @@ def help_text(Config) -> str:
     for heading, comments in documented(Config):
         lines += ["", heading]
         for key, comment in comments.items():
-            start, wrapped = f"  {cells[key][0]:{first}}  {cells[key][1]:{second}}  ", textwrap.wrap(comment, room)
+            start = f"  {cells[key][0]:{first}}  {cells[key][1]:{second}}  "
+            wrapped = textwrap.wrap(comment, room)
             lines += [start + wrapped.pop(0)] if wrapped and len(start) == margin else [start]
             lines += [" " * margin + line for line in wrapped]
     return "\n".join(line.rstrip() for line in lines)
@@ -365,7 +371,7 @@ def show(cfg) -> str:
     values = {key: repr(getattr(cfg, key)) for _, comments in documented(type(cfg)) for key in comments}
     first, second = max(map(len, values)), min(max(map(len, values.values())), 40)
     origins = {key: f"  <- {cfg.given[key]}" if key in cfg.given else "" for key in values}
-    return "\n".join(f"{key:{first}}  {value:{second}}{origins[key]}".rstrip() for key, value in values.items())
+    return "\n".join(f"{key:{first}}  {values[key]:{second}}{origins[key]}".rstrip() for key in values)
 
 
 def run(main, Config) -> None:

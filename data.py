@@ -1,18 +1,20 @@
 """
-Data: reading records from files, and serving windows of token ids in an order that any number of machines agrees on.
+Data: records from files, and windows of token ids in an order that any number of machines agrees on.
 
-A corpus is a directory that prepare.py wrote: `meta.json` (what the tokens are), the tokenizer, and raw token shards
-(`train-00000.bin`, `val-00000.bin`; uint16 or uint32) with the end-of-text id exactly once after each document. The
-shards of a split are one long stream. Window i of it is tokens[i*T : i*T + T + 1]: neighbours share one id, so every
-token but the first is predicted exactly once. nanoGPT's directories (`train.bin`, `val.bin`, bare uint16) work too.
+A corpus is a directory that prepare.py wrote: `meta.json` (what the tokens are), the tokenizer, and raw
+token shards (`train-00000.bin`, `val-00000.bin`; uint16 or uint32) with the end-of-text id exactly once
+after each document. The shards of a split are one long stream. Window i of it is tokens[i*T : i*T + T + 1]:
+neighbours share one id, so every token but the first is predicted exactly once. nanoGPT's directories
+(`train.bin`, `val.bin`, bare uint16) work too.
 
     corpus = open_corpus("data/books:0.7,data/code:0.3", sequence_length=512, seed=0)
-    for rows in corpus.step(samples=0, micro_batch_size=8, accumulation=2, rank=0, replicas=4):     # [8, 513] each
-        ...
+    for rows in corpus.step(samples=0, micro_batch_size=8, accumulation=2, rank=0, replicas=4):
+        ...                                            # rows: [8, 513], twice
 
-The order has no state. Sample number s (counted from the start of the run, over all replicas) is always the same
-window: which one is computed from (seed, s) by a permutation that takes no memory. A resumed run needs to know one
-number, and replicas, meshes and gradient accumulation can change without changing what an optimizer step sees.
+The order has no state. Sample number s (counted from the start of the run, over all replicas) is always
+the same window: which one is computed from (seed, s) by a permutation that takes no memory. A resumed run
+needs to know one number, and replicas, meshes and gradient accumulation can change without changing what
+an optimizer step sees.
 """
 import difflib
 import functools
@@ -32,7 +34,7 @@ from config import UserError
 FORMAT = 1                     # of meta.json; a reader refuses what it does not know
 
 
-# ---- the order: a permutation without a table ----------------------------------------------------------------
+# ---- the order: a permutation without a table -------------------------------------------------------------
 ROUNDS = 6                     # 4 look random already, and a batch costs microseconds
 
 
@@ -50,11 +52,11 @@ def scramble(x):
 
 def permute(positions, n: int, *seeds: int):
     """
-    What stands at `positions` (integers in [0, n)) when [0, n) is shuffled by `seeds`: int64, same shape, O(1) memory.
+    What stands at `positions` (integers in [0, n)) when [0, n) is shuffled by `seeds`: int64, O(1) memory.
 
-    A Feistel network on the smallest square of side x side cells that holds [0, n): each round adds a hash of the
-    right half to the left half and swaps them, which can always be undone, so nothing collides. The few results
-    that fall into the square but not into [0, n) go round again until they do (cycle walking): still one to one.
+    A Feistel network on the smallest square of side x side cells that holds [0, n): each round adds a hash of
+    the right half to the left half and swaps them, which can always be undone, so nothing collides. The few
+    results that fall into the square but not into [0, n) go round again until they do (cycle walking).
     """
     side = math.isqrt(n - 1) + 1
     keys = round_keys(*seeds)
@@ -71,15 +73,16 @@ def permute(positions, n: int, *seeds: int):
     return x.astype(np.int64)
 
 
-# ---- token streams -------------------------------------------------------------------------------------------
+# ---- token streams ----------------------------------------------------------------------------------------
 class Stream:
     """Token shards, read as one long array."""
 
     def __init__(self, shards: list[tuple[str, int]], dtype):
         self.paths = [path for path, tokens in shards if tokens]
-        self.starts = np.cumsum([0] + [tokens for _, tokens in shards if tokens])     # of each shard; last: the length
-        # A large corpus has more shards than a process may hold files open: map them on demand, keep the recent ones.
-        self.shard = functools.lru_cache(maxsize=256)(lambda index: np.memmap(self.paths[index], dtype, mode="r"))
+        self.starts = np.cumsum([0] + [tokens for _, tokens in shards if tokens])     # the last is the length
+        # A large corpus has more shards than a process may hold files open: keep the recent ones mapped.
+        self.shard = functools.lru_cache(maxsize=256)(
+            lambda index: np.memmap(self.paths[index], dtype, mode="r"))
 
     def __len__(self):
         return int(self.starts[-1])
@@ -95,7 +98,7 @@ class Stream:
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def counts(self, vocab_size: int, limit: int = 2**26):
-        """How often each id occurs; in a stream of more than `limit` tokens, in an evenly spaced part of it."""
+        """How often each id occurs; beyond `limit` tokens, in an evenly spaced part of them."""
         block, every = 2**20, -(-len(self) // limit)
         total = np.zeros(vocab_size, np.int64)
         for start in range(0, len(self), block * max(1, every)):
@@ -119,31 +122,34 @@ class Source:
 
     def open_prepared(self, meta):
         if meta.get("format") != FORMAT:
-            raise UserError(f"{self.path}/meta.json has format {meta.get('format')}, this version reads {FORMAT}: "
-                            f"prepare the corpus again")
+            raise UserError(f"{self.path}/meta.json has format {meta.get('format')}, this version reads "
+                            f"{FORMAT}: prepare the corpus again")
         self.vocab_size, self.eos_id = meta["vocab_size"], meta["eos_id"]
         self.tokenizer_fingerprint = meta["tokenizer"]["fingerprint"]
         self.train, self.val = (self.open_split(meta[split]["shards"], np.dtype(meta["dtype"]))
                                 for split in ("train", "val"))
-        self.fingerprint = digest([[shard["sha256"] for shard in meta[split]["shards"]] for split in ("train", "val")])
+        self.fingerprint = digest([[shard["sha256"] for shard in meta[split]["shards"]]
+                                   for split in ("train", "val")])
 
     def open_split(self, shards: list[dict], dtype) -> Stream:
         for shard in shards:
             file = os.path.join(self.path, shard["file"])
-            size, wanted = os.path.getsize(file) if os.path.isfile(file) else 0, shard["tokens"] * dtype.itemsize
+            size = os.path.getsize(file) if os.path.isfile(file) else 0
+            wanted = shard["tokens"] * dtype.itemsize
             if size != wanted:
-                raise UserError(f"{file} has {size:,} bytes where meta.json says {wanted:,}: copy it again, or delete "
-                                f"{self.path} and prepare it again")
+                raise UserError(f"{file} has {size:,} bytes where meta.json says {wanted:,}: copy it again, or "
+                                f"delete {self.path} and prepare it again")
             if shard["largest_id"] >= self.vocab_size:
                 raise UserError(f"{file} holds the id {shard['largest_id']}, outside its vocabulary of "
                                 f"{self.vocab_size}: prepare {self.path} again")
         return Stream([(os.path.join(self.path, shard["file"]), shard["tokens"]) for shard in shards], dtype)
 
     def open_bare(self):
-        """nanoGPT's layout. Nothing says what the ids mean (meta.pkl is a pickle, and stays closed): look at them."""
+        """nanoGPT's layout. Nothing says what the ids mean (meta.pkl is a pickle, and stays closed)."""
         files = [os.path.join(self.path, name) for name in ("train.bin", "val.bin")]
         facts = [scan(file) for file in files]
-        self.vocab_size, self.eos_id, self.tokenizer_fingerprint = 1 + max(f["largest_id"] for f in facts), None, None
+        self.vocab_size = 1 + max(f["largest_id"] for f in facts)
+        self.eos_id = self.tokenizer_fingerprint = None
         self.train, self.val = (Stream([(file, f["tokens"])], np.uint16) for file, f in zip(files, facts))
         self.fingerprint = digest([[f["sha256"]] for f in facts])
 
@@ -154,8 +160,8 @@ class Source:
         from tokenizer import load_tokenizer
         tokenizer = load_tokenizer(self.path)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise UserError(f"{self.path}/tokenizer.json is not the tokenizer that this corpus was made with "
-                            f"(fingerprint {tokenizer.fingerprint}, meta.json says {self.tokenizer_fingerprint})")
+            raise UserError(f"{self.path}/tokenizer.json is not the tokenizer that this corpus was made with: its "
+                            f"fingerprint is {tokenizer.fingerprint}, not {self.tokenizer_fingerprint}")
         return tokenizer
 
 
@@ -165,7 +171,7 @@ def scan(path: str) -> dict:
         return {"tokens": 0, "largest_id": 0, "sha256": ""}
     facts = os.stat(path)
     if facts.st_size % 2:
-        raise UserError(f"{path} has {facts.st_size:,} bytes, an odd number: it is not an array of uint16 token ids")
+        raise UserError(f"{path} has {facts.st_size:,} bytes, an odd number: it holds no uint16 token ids")
     stamp = {"bytes": facts.st_size, "modified": facts.st_mtime_ns}
     try:
         known = read_json(path + ".json")
@@ -214,15 +220,15 @@ def write_json(path: str, value) -> None:
     os.replace(part, path)
 
 
-# ---- the corpus ----------------------------------------------------------------------------------------------
+# ---- the corpus -------------------------------------------------------------------------------------------
 def mix_of(spec: str) -> list[tuple[str, float]]:
-    """"a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. A path alone has weight 1, and may hold a colon (C:\\text) or a comma."""
+    """"a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. A path alone has weight 1, with or without a colon or a comma."""
     if os.path.exists(spec) or ("," not in spec and weight_of(spec)[1] is None):
         return [(spec, 1.0)]
     parts = [weight_of(part.strip()) for part in spec.split(",")]
     for path, weight in parts:
         if not path or weight is None or not 0 < weight < math.inf:
-            raise UserError(f"{spec!r} is neither a path nor a mix: write path:weight,path:weight with weights "
+            raise UserError(f"{spec!r} is no path and no mix: write path:weight,path:weight with weights "
                             f"above 0, like books:0.7,code:0.3")
     total = sum(weight for _, weight in parts)
     return [(path, weight / total) for path, weight in parts]
@@ -237,17 +243,17 @@ def weight_of(part: str) -> tuple[str, float | None]:
 
 
 def open_corpus(spec: str, sequence_length: int, seed: int = 0) -> "Corpus":
-    """The corpus directory, or the mix of them, that `spec` names. UserError: missing, damaged, or does not mix."""
+    """The corpus directory, or the mix of them, that `spec` names. UserError: missing, damaged, unmixable."""
     mix = mix_of(spec)
     return Corpus([Source(path) for path, _ in mix], [weight for _, weight in mix], sequence_length, seed)
 
 
-BLOCK = 1000                   # samples; each block of them holds every source of a mix by its weight, to the sample
+BLOCK = 1000                   # samples; each block holds every source of a mix by its weight, to the sample
 
 
 @functools.lru_cache(maxsize=8)
 def mixed_block(quotas: tuple, seed: int, block: int):
-    """For the samples of a block: the source of each, and how many samples of that source came before it in the run."""
+    """For the samples of a block: the source of each, and how many of that source came before it in the run."""
     slots = permute(np.arange(BLOCK), BLOCK, seed, 1, block)
     which = np.searchsorted(np.cumsum(quotas), slots, side="right")
     number = np.empty(BLOCK, np.int64)
@@ -261,36 +267,37 @@ class Corpus:
 
     def __init__(self, sources: list[Source], weights: list[float], sequence_length: int, seed: int):
         self.sources, self.weights, self.sequence_length, self.seed = sources, weights, sequence_length, seed
-        self.vocab_size = max(source.vocab_size for source in sources)               # every id is below it
-        self.eos_id = sources[0].eos_id                                              # None for bare .bin files
+        self.vocab_size = max(source.vocab_size for source in sources)     # every id is below it
+        self.eos_id = sources[0].eos_id                                    # None for bare .bin files
         self.train_tokens = sum(len(source.train) for source in sources)
         self.val_tokens = sum(len(source.val) for source in sources)
         self.windows_of = [max(0, len(source.train) - 1) // sequence_length for source in sources]
-        self.windows = sum(self.windows_of)                                          # an epoch, in samples
+        self.windows = sum(self.windows_of)                                # an epoch, in samples
         self.quotas = largest_remainder(weights, BLOCK)
-        self.fingerprint = digest([[source.fingerprint, quota] for source, quota in zip(sources, self.quotas)])
+        self.fingerprint = digest([[source.fingerprint, quota]
+                                   for source, quota in zip(sources, self.quotas)])
         self.refuse_what_does_not_mix()
 
     def refuse_what_does_not_mix(self):
         first = self.sources[0]
         for source, quota in zip(self.sources, self.quotas):
             if quota == 0:
-                raise UserError(f"{source.path} has less than 1/{BLOCK} of the weight: raise it, or leave it out")
+                raise UserError(f"{source.path} has less than 1/{BLOCK} of the weight: raise it or leave it out")
             if (source.eos_id is None) != (first.eos_id is None):
-                raise UserError(f"{first.path} and {source.path} cannot be mixed: bare .bin files do not say what "
-                                f"tokenizer they are from; prepare both from text")
+                raise UserError(f"{first.path} and {source.path} cannot be mixed: bare .bin files do not say "
+                                f"which tokenizer made them; prepare both from text")
             if source.eos_id != first.eos_id:
-                raise UserError(f"{first.path} ends documents with the id {first.eos_id}, {source.path} with "
-                                f"{source.eos_id}: prepare both with the same tokenizer")
+                raise UserError(f"{first.path} ends documents with the id {first.eos_id}, {source.path} "
+                                f"with {source.eos_id}: prepare both with the same tokenizer")
         if len({source.tokenizer_fingerprint for source in self.sources}) > 1:
             for source in self.sources:
                 if not self.tokenizer.contains(source.tokenizer):
-                    raise UserError(f"{source.path} was made with another tokenizer ({source.tokenizer.name}) than the "
-                                    f"rest ({self.tokenizer.name}): prepare all with the same one")
+                    raise UserError(f"{source.path} was made with another tokenizer ({source.tokenizer.name}) "
+                                    f"than the rest ({self.tokenizer.name}): prepare all with the same one")
 
     @functools.cached_property
     def tokenizer(self):
-        """The tokenizer that the ids belong to: of a mix, that of the largest vocabulary. None for bare .bin files."""
+        """What the ids belong to: in a mix, the one of the largest vocabulary. None for bare .bin files."""
         return max(self.sources, key=lambda source: source.vocab_size).tokenizer
 
     def unigram_entropy(self) -> float:
@@ -304,7 +311,7 @@ class Corpus:
 
     def check(self, needed_samples: int, global_batch_size: int, max_epochs: int | None = None,
               max_steps: int | None = None) -> None:
-        """UserError where a split is shorter than a window, or the run needs more samples than max_epochs gives."""
+        """UserError where a split is shorter than a window, or the run needs more than max_epochs gives."""
         T, too_small = self.sequence_length, "Dataset is too small for this run"
         blocks, rest = divmod(needed_samples, BLOCK)
         in_rest = mixed_block(self.quotas, self.seed, blocks)[0][:rest]
@@ -313,16 +320,16 @@ class Corpus:
             for split, tokens, used in (("training", len(source.train), required > 0),
                                         ("validation", len(source.val), len(source.val) > 0)):
                 if used and tokens <= T:
-                    raise UserError(f"{too_small}: the {split} split of {source.path} has {tokens:,} tokens, one window "
-                                    f"of sequence_length={T} needs {T + 1:,}. Tokenize more data, or lower "
+                    raise UserError(f"{too_small}: the {split} split of {source.path} has {tokens:,} tokens, one "
+                                    f"window of sequence_length={T} needs {T + 1:,}. Tokenize more data, or lower "
                                     f"sequence_length.")
             available = required if max_epochs is None else max_epochs * self.windows_of[index]
             if required > available:
                 of = f" of {source.path}" if len(self.sources) > 1 else ""
                 max_steps = max_steps or needed_samples // global_batch_size
                 raise UserError(f"{too_small}: available-samples{of}={available}, required-samples={required} "
-                                f"(max_steps={max_steps} x global_batch_size={global_batch_size}). Tokenize more data, "
-                                f"or lower max_steps or global_batch_size.")
+                                f"(max_steps={max_steps} x global_batch_size={global_batch_size}). Tokenize more "
+                                f"data, or lower max_steps or global_batch_size.")
 
     # ---- training ----
     def locate(self, samples):
@@ -336,35 +343,36 @@ class Corpus:
         for source in np.unique(which):
             available = self.windows_of[source]
             epochs = number // available
-            for epoch in np.unique(epochs[which == source]):       # each epoch of each source has its own order
+            for epoch in np.unique(epochs[which == source]):       # each has its own order
                 here = (which == source) & (epochs == epoch)
-                window[here] = permute(number[here] % available, available, self.seed, 2, int(source), int(epoch))
+                order = self.seed, 2, int(source), int(epoch)
+                window[here] = permute(number[here] % available, available, *order)
         return which, window
 
     def step(self, samples: int, micro_batch_size: int, accumulation: int, rank: int, replicas: int
              ) -> Iterator[torch.Tensor]:
         """
-        The rows of one replica for the optimizer step that begins after `samples` samples: `accumulation` LongTensors
-        [micro_batch_size, T+1]. All replicas together see samples ... samples + G - 1, G being the global batch.
+        One replica's rows for the optimizer step that begins after `samples` samples: `accumulation` LongTensors
+        [micro_batch_size, T+1]. All replicas together see samples ... samples + G - 1, G the global batch.
         """
         T = self.sequence_length
         for k in range(accumulation):
             first = samples + (k * replicas + rank) * micro_batch_size
             which, windows = self.locate(np.arange(first, first + micro_batch_size))
-            rows = [self.sources[source].train.read(window * T, T + 1) for source, window in zip(which, windows)]
-            yield torch.from_numpy(np.stack(rows))
+            yield torch.from_numpy(np.stack([self.sources[source].train.read(window * T, T + 1)
+                                             for source, window in zip(which, windows)]))
 
     # ---- evaluation ----
     def evaluation(self, micro_batch_size: int, rank: int, replicas: int, eval_tokens: int | None = None
                    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """
-        (ids, labels), LongTensors [micro_batch_size, T], of the validation split. Over all replicas, every token but
-        the first of each source is a label exactly once; -100 fills up what is left of the last rows, so that every
-        replica yields as many batches. `eval_tokens`: only about so many, in evenly spaced windows, always the same.
+        (ids, labels), LongTensors [micro_batch_size, T], of the validation split. Over all replicas, every token
+        but the first of each source is a label exactly once; -100 fills up the last rows, so that every replica
+        yields as many batches. `eval_tokens`: about so many, in evenly spaced windows that are always the same.
         """
         T = self.sequence_length
-        ends = np.cumsum([-(-max(0, len(source.val) - 1) // T) for source in self.sources])     # the last may be short
-        total = int(ends[-1])
+        ends = np.cumsum([-(-max(0, len(source.val) - 1) // T) for source in self.sources])
+        total = int(ends[-1])                          # windows; the last of each source may be short
         count = total if eval_tokens is None else min(total, -(-eval_tokens // T))
         for first in range(0, count, micro_batch_size * replicas):
             ids = torch.zeros(micro_batch_size, T, dtype=torch.long)
@@ -380,7 +388,7 @@ class Corpus:
 
 
 def largest_remainder(weights: list[float], total: int) -> tuple[int, ...]:
-    """Whole numbers that add up to `total`, by weight: rounded down, then one more for the largest remainders."""
+    """Whole numbers that add up to `total`: rounded down, then one more for the largest remainders."""
     exact = [weight * total / sum(weights) for weight in weights]
     shares = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
@@ -390,29 +398,29 @@ def largest_remainder(weights: list[float], total: int) -> tuple[int, ...]:
 
 
 def documents(ids: torch.Tensor, eos_id: int) -> torch.Tensor:
-    """The document that each token of ids [B, T] belongs to, numbered from 0 in each row; an eos is its document's last."""
+    """The number of each token's document, for ids [B, T], from 0 in each row; eos is its document's last token."""
     ends = (ids == eos_id).long()
     return ends.cumsum(1) - ends
 
 
-# ---- records -------------------------------------------------------------------------------------------------
+# ---- records ----------------------------------------------------------------------------------------------
 SUFFIXES = (".txt", ".md", ".jsonl")
-NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}     # in the library's folder
+NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
 def read_records(source: str, document_separator: str | None = None) -> "Records":
     """
-    The records (dicts) of a .txt, .md or .jsonl file, of a directory of them (recursive, sorted, hidden files skipped),
-    or of "stdlib", the sources of the running Python. A text file is one record {"text": ...}, or one between each two
-    separators; a line of jsonl is one. What cannot be read is left out and counted. UserError: nothing is there.
+    The records (dicts) of a .txt, .md or .jsonl file, of a directory of them (recursive, sorted, hidden files
+    skipped), or of "stdlib", the sources of the running Python. A text file is one record {"text": ...}, or one
+    between each two separators; a line of jsonl is one. What cannot be read is left out and counted.
     """
     return Records(source, document_separator)
 
 
 class Records:
     """
-    Iterable, as often as needed. Meanwhile and afterwards: `bytes_read` (of `total_bytes`); `left_out` and `noted`,
-    how many by reason; `example`, where each reason was first met; `where`, the place of the record at hand.
+    Iterable, as often as needed. Meanwhile and afterwards: `bytes_read` (of `total_bytes`); `left_out` and
+    `noted`, how many by reason; `example`, where a reason was first met; `where`, the place of the record at hand.
     """
 
     def __init__(self, source: str, document_separator: str | None):
@@ -486,7 +494,7 @@ class Records:
 
 
 def split_file(file, separator: bytes | None) -> Iterator[bytes]:
-    """The parts of a binary file between separators, one in memory at a time. Mere space after the last is no part."""
+    """The parts of a binary file between separators, one at a time. Mere space after the last is no part."""
     if not separator:
         yield file.read()
         return
@@ -503,7 +511,7 @@ def split_file(file, separator: bytes | None) -> Iterator[bytes]:
 
 
 def find_files(source: str) -> tuple[list[str], Counter]:
-    """The files to read, in an order that depends on their names alone, and what else was there (reason -> how many)."""
+    """The files to read, in an order that depends on their names alone, and how many others were there."""
     if source == "stdlib":
         top, suffixes, skipped = sysconfig.get_paths()["stdlib"], (".py",), NOT_LIBRARY
     elif os.path.isdir(source):
@@ -516,7 +524,7 @@ def find_files(source: str) -> tuple[list[str], Counter]:
         return [source], Counter()
     found, other = [], Counter()
     for folder, folders, names in os.walk(top):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith((".", "__pycache__"))]
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith((".", "__py"))]
         for name in names:
             path = os.path.join(folder, name)
             if name.lower().endswith(suffixes) and not name.startswith(".") and os.path.isfile(path):
@@ -532,4 +540,4 @@ def nearest(path: str) -> str:
     while not os.path.isdir(folder):
         path, folder = folder, os.path.dirname(folder) or "."
     names = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
-    return f" (near it: {', '.join(os.path.normpath(os.path.join(folder, name)) for name in names)})" if names else ""
+    return f" (near it: {', '.join(os.path.normpath(f'{folder}/{name}') for name in names)})" if names else ""

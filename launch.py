@@ -1,13 +1,13 @@
 """
-From the environment to a running process: rank, device, dtype, process group, what happens on failure, and when to stop.
+From the environment to a running process: rank, device, dtype, process group, failures, and when to stop.
 
     run = launch.start(cfg)          every rank calls it, alone or under torchrun or srun
     run.all_reduce(loss_sum)         works at world size 1 too
     if run.stopping(): ...           SIGTERM, SIGUSR1 or Ctrl-C reached some rank
-    run.finish()                     leaves the group, gives the signals back
+    return launch.report(run, {})    the end of main(): leaves the group, gives the signals back
 
-A rank that fails prints its traceback and leaves at once (os._exit), so that its peers notice in seconds: no collective
-ever stands in a `finally`. The launchers' variables (RANK, SLURM_*, PJRT_DEVICE, ...) are read here and nowhere else.
+A rank that fails prints its traceback and leaves at once (os._exit), so that its peers notice in seconds: no
+collective ever stands in a `finally`. The launchers' variables (RANK, SLURM_*, ...) are read only here.
 """
 import contextlib
 import functools
@@ -36,7 +36,7 @@ import config
 from config import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BATCH_STEP, INTERACTIVE_STEP = 4294967291, 4294967290     # SLURM's step ids of the shells that sbatch and salloc open
+BATCH_STEP, INTERACTIVE_STEP = 4294967291, 4294967290     # SLURM's step ids of sbatch's and salloc's shells
 RESULT = "LIGNITE_RESULT"       # where a child process writes what it returns; see relaunch()
 
 
@@ -59,9 +59,10 @@ def environment() -> Environment:
     get = os.environ.get
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = int(get("RANK")), int(get("WORLD_SIZE"))
-        return Environment(rank, world, int(get("LOCAL_RANK", rank)), int(get("LOCAL_WORLD_SIZE", world)), "torchrun",
-                           address=get("MASTER_ADDR", "127.0.0.1"), port=int(get("MASTER_PORT", 29500)))
-    # SLURM_PROCID also stands in the shells of sbatch and salloc, which are one process: only an srun step has tasks
+        local_rank, local_world = int(get("LOCAL_RANK", rank)), int(get("LOCAL_WORLD_SIZE", world))
+        address, port = get("MASTER_ADDR", "127.0.0.1"), int(get("MASTER_PORT", 29500))
+        return Environment(rank, world, local_rank, local_world, "torchrun", address=address, port=port)
+    # sbatch's and salloc's shells have a SLURM_PROCID too, but are one process: only an srun step has tasks
     step = int(get("SLURM_STEP_ID", BATCH_STEP))
     if "SLURM_STEP_NUM_TASKS" not in os.environ or step >= INTERACTIVE_STEP:
         return Environment()
@@ -71,7 +72,7 @@ def environment() -> Environment:
     return Environment(int(get("SLURM_PROCID")), world, int(get("SLURM_LOCALID")),
                        tasks_per_node(get("SLURM_STEP_TASKS_PER_NODE") or str(world))[node], "srun",
                        node, int(get("SLURM_STEP_NUM_NODES", 1)), get("MASTER_ADDR") or first_host(hosts),
-                       int(get("MASTER_PORT") or 15000 + (16 * job + step) % 16000))
+                       int(get("MASTER_PORT") or 15000 + (16 * job + step) % 16000))    # below the ephemeral ones
 
 
 def first_host(nodelist: str) -> str:
@@ -90,15 +91,15 @@ def choose_device(name: str, env: Environment) -> torch.device:
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     mps = torch.backends.mps.is_available()
     if name == "auto" and not cuda and tpu_visible():
-        raise UserError("this machine has a TPU, which train.py does not drive: use train_xla.py, or device=cpu")
+        raise UserError("this machine has a TPU, which only train_xla.py drives: use that, or device=cpu")
     if name == "auto":
         name = "cuda" if cuda else "mps" if mps and env.world == 1 else "cpu"
     if not re.fullmatch(r"cuda(:\d+)?|mps|cpu", name):
-        raise UserError(f"device={name} is not one of auto, cuda, cuda:N, mps, cpu; a TPU has its own script, train_xla.py")
+        raise UserError(f"device={name} is none of auto, cuda, cuda:N, mps, cpu (a TPU: train_xla.py)")
     device = torch.device(name)
     if device.type == "cuda":
         if (device.index or 0) >= cuda:
-            raise UserError(f"device={name} is a GPU that is not there: torch {torch.__version__} sees {cuda} of them")
+            raise UserError(f"device={name} is not there: torch {torch.__version__} sees {cuda} GPUs")
         # srun may show each task its own GPU as number 0, hence the modulo
         return torch.device("cuda", env.local_rank % cuda if device.index is None else device.index)
     if device.type == "mps" and not mps:
@@ -112,28 +113,29 @@ def tpu_visible() -> bool:
     """A TPU that torch_xla would use."""
     wanted = os.environ.get("PJRT_DEVICE", "").upper()
     chips = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    return wanted == "TPU" or (not wanted and bool(chips) and importlib.util.find_spec("torch_xla") is not None)
+    return wanted == "TPU" or bool(not wanted and chips and importlib.util.find_spec("torch_xla"))
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the computation; the weights stay fp32. fp16 needs a loss scaler, which bf16 and fp32 do not."""
+    """The dtype of the products; the weights stay fp32. Of the three only fp16 needs a loss scale."""
     bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if name == "auto":
         name = ("bf16" if bf16 else "fp16") if device.type == "cuda" else "fp32"
     if name not in DTYPES:
         raise UserError(f"dtype={name} is not one of auto, {', '.join(DTYPES)}")
     if name == "bf16" and not bf16:
-        raise UserError(f"dtype=bf16 needs newer hardware than {torch.cuda.get_device_name(device)}: use fp16 or fp32")
+        raise UserError(f"dtype=bf16: {torch.cuda.get_device_name(device)} has no bf16, use fp16 or fp32")
     return DTYPES[name]
 
 
 # ---- start ------------------------------------------------------------------------------------------------
 def start(cfg) -> "Run":
-    """Every rank calls it. cfg: device, dtype, timeout (seconds), seed. Raises UserError before anything has started."""
+    """Every rank calls it; of cfg it reads device, dtype, timeout (seconds) and seed. Raises UserError."""
     env = environment()
     if dist.is_initialized():                          # by the program that calls train()
         rank, world = dist.get_rank(), dist.get_world_size()
-        env = replace(env, rank=rank, world=world, local_rank=rank if env.launcher == "none" else env.local_rank)
+        local_rank = rank if env.launcher == "none" else env.local_rank
+        env = replace(env, rank=rank, world=world, local_rank=local_rank)
     device = choose_device(cfg.device, env)
     dtype = choose_dtype(cfg.dtype, device)
     if device.type == "cuda":
@@ -152,13 +154,17 @@ def start(cfg) -> "Run":
 
 
 def share_cores(env: Environment) -> None:
-    """Ranks on one machine share its cores, unless the user gave them threads (a 1 under torchrun is torchrun's own)."""
+    """The ranks of a machine share its cores, unless the user has set OMP_NUM_THREADS (torchrun's 1 aside)."""
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        cores = available_cores()
         if env.launcher == "srun":                     # which may have bound each task to its share already
             cores = min(cores * env.local_world, os.cpu_count())
         torch.set_num_threads(max(1, cores // env.local_world))
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 
 
 starts = itertools.count()
@@ -166,40 +172,42 @@ starts = itertools.count()
 
 @functools.cache
 def meeting_point(address, port, rank, world, timeout) -> dist.TCPStore:
-    """The store where ranks find each other; one for the life of the process: a second server could not bind its port."""
+    """The store where ranks meet. One for the life of the process: its port could not be bound again."""
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"       # else torchrun does
-    patience = timedelta(seconds=max(timeout, 120))                                      # ranks import at their own pace
+    patience = timedelta(seconds=max(timeout, 120))    # ranks import at their own pace
     return dist.TCPStore(address, port, world, serve, patience, multi_tenant=True)
 
 
 def join(env: Environment, device: torch.device, timeout: float) -> None:
-    # NCCL's watchdog ends a rank that hangs in a collective; gloo's ranks get an error at `timeout` themselves
+    # NCCL's watchdog ends a rank that hangs in a collective; on gloo the rank itself gets an error
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout)))
-    # torchrun's store outlives an attempt (--max-restarts), ours a group: unprefixed, ranks would dial dead addresses
-    prefix = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(starts)}"
-    store = dist.PrefixStore(prefix, meeting_point(env.address, env.port, env.rank, env.world, timeout))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=env.rank,
-                            world_size=env.world, timeout=timedelta(seconds=timeout))
+    # The store outlives a group, and on one node an attempt of torchrun's (--max-restarts): dead addresses stay in
+    # it. Nodes count attempts differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each its own store.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if env.local_world == env.world else ""
+    store = dist.PrefixStore(f"{attempt}.{next(starts)}", meeting_point(env.address, env.port, env.rank, env.world, timeout))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world,
+                            timeout=timedelta(seconds=timeout))
 
 
 class Run:
     """This process among its peers."""
 
     def __init__(self, env: Environment, device: torch.device, dtype: torch.dtype, joined: bool):
-        self.rank, self.world, self.local_rank, self.main = env.rank, env.world, env.local_rank, env.rank == 0
-        self.device, self.dtype = device, dtype
+        self.rank, self.world, self.local_rank = env.rank, env.world, env.local_rank
+        self.main, self.device, self.dtype = env.rank == 0, device, dtype
         self.device_ids = [device.index] if device.type == "cuda" else None      # what DDP wants
-        self.stop = False                              # set it on any rank to end the run at the next step boundary
+        self.stop = False                              # set on any rank, it ends the run after this step
         self.stop_signal, self.stop_time = 0, 0.0      # the signal that asks for the same, and when it came
         self.joined, self.said = joined, False         # whether the group is ours to leave
         self.handlers, self.hooks = {}, ()             # what stood there before us
-        # numbers travel over a CPU group, so that nothing waits for the GPU; a group of somebody else's may have none
+        # plain numbers travel over the CPU, which a group of the caller's may not serve
         alien = dist.is_initialized() and not joined and "gloo" not in str(dist.get_backend_config())
         self.cpu_group = dist.new_group(backend="gloo") if alien else None
 
     # -- talking to the other ranks --
     def all_reduce(self, x, op: str = "sum"):
-        """Every rank calls it; op is sum, max or min. A tensor gives a new tensor, a number gives a number."""
+        """Every rank calls it; op is sum, max or min. A tensor gives a new tensor, a number a number."""
         number = not isinstance(x, torch.Tensor)
         dtype = torch.int64 if isinstance(x, numbers.Integral) else torch.float64
         total = torch.tensor(x, dtype=dtype) if number else x.detach().clone()
@@ -212,8 +220,8 @@ class Run:
         self.all_reduce(0)
 
     def stopping(self) -> bool:
-        """Every rank calls it: is any of them to stop? Numbers travel over the CPU, so the GPU is not waited for."""
-        number = self.all_reduce(max(self.stop_signal, int(self.stop)), "max")         # no signal we catch is number 1
+        """Every rank calls it: is any of them to stop? Goes over the CPU, so nobody waits for the GPU."""
+        number = self.all_reduce(max(self.stop_signal, int(self.stop)), "max")     # 1 is no signal of ours
         if number > 1 and not self.said:
             self.say(f"{signal.Signals(number).name}: stopping after this step")
             self.said = True
@@ -226,19 +234,23 @@ class Run:
     # -- the device --
     def autocast(self):
         """The context of every forward: products in `dtype`, weights in fp32."""
-        return contextlib.nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
+        off = self.dtype == torch.float32
+        return contextlib.nullcontext() if off else torch.autocast(self.device.type, self.dtype)
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
-        """On its way to the device; on CUDA from pinned memory, so that the caller does not wait."""
-        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x.to(self.device)
+        """x on its way to the device; to CUDA from pinned memory, so that the caller does not wait."""
+        if self.device.type == "cuda":
+            return x.pin_memory().to(self.device, non_blocking=True)
+        return x.to(self.device)
 
     def peak_memory(self) -> dict:
         """The log line's {"peak-gpu-memory": GB}, on CUDA only."""
-        return {"peak-gpu-memory": torch.cuda.max_memory_allocated() / 2**30} if self.device.type == "cuda" else {}
+        cuda = self.device.type == "cuda"
+        return {"peak-gpu-memory": torch.cuda.max_memory_allocated() / 2**30} if cuda else {}
 
     # -- checks --
     def check_shared(self, out_dir: str) -> None:
-        """Every rank calls it: out_dir is made, and every rank must see what rank 0 writes there. Raises UserError on all."""
+        """Every rank calls it: rank 0 makes out_dir, all must see what it writes there, or UserError."""
         token = 0
         if self.main:
             try:
@@ -252,7 +264,7 @@ class Run:
         if not token:
             raise UserError(f"out_dir={out_dir} cannot be written" + (f": {reason}" if self.main else ""))
         proof, deadline = os.path.join(out_dir, f".seen-{token}"), time.monotonic() + 10
-        while not (seen := os.path.exists(proof)) and time.monotonic() < deadline:       # network disks lag
+        while not (seen := os.path.exists(proof)) and time.monotonic() < deadline:     # network disks lag
             time.sleep(0.2)
         blind = self.all_reduce(int(not seen))
         if self.main:
@@ -266,26 +278,27 @@ class Run:
         if self.world == 1 or self.device.type != "cuda":
             return
         chips = [None] * self.world
-        dist.all_gather_object(chips, str(torch.cuda.get_device_properties(self.device).uuid), group=self.cpu_group)
+        mine = str(torch.cuda.get_device_properties(self.device).uuid)
+        dist.all_gather_object(chips, mine, group=self.cpu_group)
         if len(set(chips)) < self.world:
-            raise UserError(f"{self.world} ranks share {len(set(chips))} GPUs: start one rank per GPU, or use device=cpu")
+            raise UserError(f"{self.world} ranks share {len(set(chips))} GPUs: start one rank per GPU")
 
     # -- signals and failures --
     def catch_signals(self) -> None:
         """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the next step boundary; Ctrl-C once more quits."""
         def ask(number, frame):
-            # one Ctrl-C reaches a rank twice under torchrun: from the terminal and from torchrun
-            if number == signal.SIGINT and self.stop_signal == number and time.monotonic() - self.stop_time > 1:
+            # one Ctrl-C reaches a rank of torchrun twice, from the terminal and from torchrun: hence the second
+            if number == signal.SIGINT and self.stop_signal and time.monotonic() - self.stop_time > 1:
                 raise KeyboardInterrupt
             if not self.stop_signal:
                 self.stop_signal, self.stop_time = number, time.monotonic()
-        if threading.current_thread() is threading.main_thread():        # Python lets no other thread set handlers
+        if threading.current_thread() is threading.main_thread():      # no other thread may set handlers
             for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-                if name in signal.Signals.__members__:                   # Windows has no SIGUSR1
+                if name in signal.Signals.__members__:                 # Windows has no SIGUSR1
                     self.handlers[name] = signal.signal(signal.Signals[name], ask)
 
     def catch_failures(self, cfg) -> None:
-        """A rank that raises says why and is gone, in whatever thread; so its peers fail in seconds instead of waiting."""
+        """A rank that raises, in whatever thread, says why and is gone: its peers then fail in seconds."""
         self.hooks = sys.excepthook, threading.excepthook
         sys.excepthook = lambda kind, error, trace: self.fail(error, cfg)
         threading.excepthook = lambda args: args.exc_type is SystemExit or self.fail(args.exc_value, cfg)
@@ -305,7 +318,7 @@ class Run:
             leave(130 if isinstance(error, KeyboardInterrupt) else 1)
 
     def finish(self) -> None:
-        """Every rank calls it at the end; safe in a `finally`, where a rank that failed must not wait for its peers."""
+        """Every rank calls it at the end. In a `finally` a rank that failed does not wait for its peers."""
         if self.world > 1 and sys.exc_info()[0] is not None:
             return
         if self.joined:
@@ -318,17 +331,19 @@ class Run:
 
 
 def out_of_memory(error) -> bool:
-    in_words = isinstance(error, RuntimeError) and re.search("out of memory|can't allocate memory", str(error))
-    return isinstance(error, torch.OutOfMemoryError) or bool(in_words)       # MPS and the CPU have no class for it
+    if isinstance(error, torch.OutOfMemoryError):
+        return True                                    # CUDA; MPS and the CPU have no class for it
+    words = "out of memory|can't allocate memory"
+    return isinstance(error, RuntimeError) and re.search(words, str(error)) is not None
 
 
 def out_of_memory_sentence(cfg) -> str:
     """What to lower, with this run's values."""
-    size = ("params", "hidden_size", "num_hidden_layers")
-    now = {name: f"{name}={value}" for name, value in vars(cfg).items() if value is not None}
-    sizes = ", ".join(now[name] for name in size if name in now)
-    return (f"Out of memory: lower {now.get('micro_batch_size', 'micro_batch_size')} (a larger gradient_accumulation keeps "
-            f"the batch), {now.get('sequence_length', 'sequence_length')} or the model size{f' ({sizes})' if sizes else ''}")
+    names = ("micro_batch_size", "gradient_accumulation", "sequence_length", "params", "hidden_size",
+             "num_hidden_layers")
+    now = ", ".join(f"{name}={vars(cfg)[name]}" for name in names if name in vars(cfg))
+    return ("Out of memory: lower micro_batch_size (a larger gradient_accumulation keeps the batch), "
+            f"sequence_length or the model size; now {now}")
 
 
 def leave(code: int) -> None:
@@ -339,7 +354,7 @@ def leave(code: int) -> None:
 
 
 def refuse(error: UserError) -> None:
-    """End the program: rank 0 says the sentence, the others give it 10 s to bring the job down. Exit code 2."""
+    """End the program, exit code 2: rank 0 says the sentence, the others give it 10 s to end the job."""
     env = environment()
     if env.rank == 0:
         print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr, flush=True)
@@ -349,18 +364,18 @@ def refuse(error: UserError) -> None:
     if env.rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's way to end us
         time.sleep(10)
-        if dist.is_initialized() and env.local_world == env.world:       # rank 0 lives on: the sentence is ours alone
+        if dist.is_initialized() and env.local_world == env.world:     # rank 0 lives on: ours alone
             print(f"rank {env.rank}: {error}", file=sys.stderr)
     leave(2)
 
 
 # ---- one process per GPU ----------------------------------------------------------------------------------
 def relaunch(script: str, cfg) -> dict | None:
-    """Train in one process per GPU when several are visible: None where this process is already the one to train.
+    """One process per GPU when several are visible; None where this process is already the one to train.
 
-    From the command line torchrun takes this process's place. From Python (a notebook, a program of the user's) torchrun
-    runs `script` in a child process on what `cfg` was given, and its result is returned: the caller is never run twice.
-    Call it when everything has been validated. Raises UserError as the child's rank 0 did.
+    From the command line torchrun takes this process's place. From Python (a notebook, the user's program)
+    torchrun runs `script` in a child process on what `cfg` was given, and its result is returned: the caller
+    is never run twice. Call it once everything is validated. Raises the UserError that ended the child.
     """
     env = environment()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -368,33 +383,37 @@ def relaunch(script: str, cfg) -> dict | None:
             or env.launcher == "torchrun" or env.local_world >= gpus):
         return None
     if env.launcher == "srun" and env.world != env.nodes:
-        raise UserError(f"{env.local_world} tasks on a node with {gpus} visible GPUs: use --ntasks-per-node={gpus}, "
-                        "or --ntasks-per-node=1, which starts torchrun on each node")
+        raise UserError(f"srun started {env.local_world} tasks on a node with {gpus} visible GPUs: use "
+                        f"--ntasks-per-node={gpus}, or --ntasks-per-node=1 (torchrun does the rest)")
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
-    torchrun += ["--standalone"] if env.nodes == 1 else [
-        f"--nnodes={env.nodes}", f"--node-rank={env.node}", f"--master-addr={env.address}", f"--master-port={env.port}"]
+    if env.nodes == 1:
+        torchrun += ["--standalone"]
+    else:
+        torchrun += [f"--nnodes={env.nodes}", f"--node-rank={env.node}",
+                     f"--master-addr={env.address}", f"--master-port={env.port}"]
+    threads = {"OMP_NUM_THREADS": str(max(1, available_cores() // gpus)), **os.environ}
     if env.rank == 0:
         print(f"{gpus} GPUs visible: one process each (device=cuda:0 would use one alone)", flush=True)
     program = getattr(sys.modules["__main__"], "__file__", None)
     if program and os.path.abspath(program) == os.path.abspath(script):
         sys.stderr.flush()
-        os.execv(sys.executable, [*torchrun, script, *sys.argv[1:]])
-    return run_child(torchrun, script, cfg)
+        os.execve(sys.executable, [*torchrun, script, *sys.argv[1:]], threads)
+    return run_child([*torchrun, script], threads, cfg)
 
 
-def run_child(torchrun: list[str], script: str, cfg) -> dict:
+def run_child(command: list[str], environ: dict, cfg) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         settings, answer = os.path.join(folder, "settings.py"), os.path.join(folder, "result.json")
         config.write(cfg, settings)
-        child = subprocess.Popen([*torchrun, script, settings], env={**os.environ, RESULT: answer})
+        child = subprocess.Popen([*command, settings], env={**environ, RESULT: answer})
         while child.poll() is None:
             try:
                 child.wait()
             except KeyboardInterrupt:                  # a notebook's stop button reaches this process only
                 child.send_signal(signal.SIGINT)
         if not os.path.exists(answer):
-            raise RuntimeError(f"{os.path.basename(script)} failed in its child process (exit code {child.returncode}): "
-                               "its own message is above")
+            raise RuntimeError(f"the processes of {os.path.basename(command[-1])} failed (exit code "
+                               f"{child.returncode}): the message of the one that did is above")
         with open(answer, encoding="utf-8") as file:
             result = json.load(file)
     if "user_error" in result:
@@ -403,7 +422,7 @@ def run_child(torchrun: list[str], script: str, cfg) -> dict:
 
 
 def report(run: Run, result: dict) -> dict:
-    """The end of every main(): leaves the group, and tells the process that relaunch() was called in. Returns `result`."""
+    """The end of main(): leaves the group; `result` also reaches the process that called relaunch()."""
     answer(result)
     run.finish()
     return result
@@ -416,22 +435,23 @@ def answer(result: dict) -> None:
 
 
 # ---- what the device can do -------------------------------------------------------------------------------
-# Dense bf16 (before Ampere fp16) FLOP/s with fp32 accumulation, from NVIDIA's data sheets; the first name that fits.
+# Dense bf16 (before Ampere fp16) FLOP/s with fp32 sums, from NVIDIA's data sheets. The first name that fits.
 PEAKS = {
-    "B200": 2250e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "V100": 125e12, "T4": 65e12,
-    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "B200": 2250e12, "H200": 989e12, "GH200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12,
+    "V100": 125e12, "T4": 65e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }
 
 
 def peak_flops(run: Run) -> float | None:
-    """FLOP/s of this rank's device at run.dtype: from the table, on a CPU the best of a few products; else None."""
+    """FLOP/s of this rank's device at run.dtype: from the table, on a CPU measured, else None."""
     if run.device.type == "cuda" and run.dtype != torch.float32:
         name = torch.cuda.get_device_name(run.device)
         return next((peak for chip, peak in PEAKS.items() if re.search(rf"\b{chip}\b", name)), None)
     if run.device.type != "cpu":
         return None
-    a, n, best = torch.randn(1024, 1024, dtype=run.dtype), 1024, float("inf")
+    n, best = 1024, float("inf")
+    a = torch.ones(n, n, dtype=run.dtype)              # not random: the seed's stream stays untouched
     for _ in range(5):
         began = time.perf_counter()
         a @ a
@@ -440,10 +460,10 @@ def peak_flops(run: Run) -> float | None:
 
 
 def compile_layers(layers, run: Run) -> None:
-    """torch.compile each layer in place (names on disk stay plain); where it does not work, one line says so."""
+    """torch.compile each layer in place, so that its weights keep their names; or say why not."""
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=run.device))
-    except Exception as error:                         # no Triton, no C++ compiler: torch has a class for each
+    except Exception as error:                         # no Triton, no C++ compiler: each has its own class
         run.say(f"compile: not on this machine ({type(error).__name__}), going on without it")
         return
     for layer in layers:

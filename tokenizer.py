@@ -1,19 +1,21 @@
 r"""
 Text to token ids and back: one `Tokenizer`, whatever it was made from.
 
-    tokenizer = load_tokenizer("byte")             256 bytes and <|endoftext|>: always there, nothing to download
-    tokenizer = load_tokenizer("gpt2")             an encoding of tiktoken: gpt2, cl100k_base, o200k_base, ...
-    tokenizer = load_tokenizer("out/my-model")     a directory (model or corpus) with tokenizer.json, or that file
-    tokenizer = load_tokenizer("org/name")         the Hugging Face Hub, with huggingface_hub and a network
-    tokenizer = train_bpe(texts, vocab_size=4096)  our own
+    tokenizer = load_tokenizer("byte")               256 bytes and <|endoftext|>: always there
+    tokenizer = load_tokenizer("gpt2")               tiktoken's: gpt2, cl100k_base, o200k_base, ...
+    tokenizer = load_tokenizer("out/my-model")       a directory with tokenizer.json (model or corpus)
+    tokenizer = load_tokenizer("org/name")           the Hugging Face Hub, with huggingface_hub and a network
+    tokenizer = train_bpe(texts, vocab_size=4096)    our own
     ids = tokenizer.encode("def f(x):"); text = tokenizer.decode(ids); tokenizer.save("directory")
 
-Every one of them is byte-level BPE: a regular expression cuts the text into pieces, and inside a piece neighbouring
-tokens merge, the pair of the lowest rank first. tiktoken runs it; the ids are those of Hugging Face `tokenizers` on
-the same tokenizer.json, and a file with a part that we do not know is refused rather than approximated.
+Every one of them is byte-level BPE: a regular expression cuts the text into pieces, and inside a piece
+neighbouring tokens merge, the pair of the lowest rank first. tiktoken runs it; the ids are those of Hugging
+Face `tokenizers` on the same tokenizer.json, and a file with a part that we do not know is refused rather
+than approximated.
 
-Layout of our own vocabularies: byte b has id b, special tokens follow from 256, then the merges in the order in which
-they were learned. So <|endoftext|> is always 256, and data tokenized with "byte" fits every vocabulary that we train.
+Layout of our own vocabularies: byte b has id b, special tokens follow from 256, then the merges in the
+order in which they were learned. So <|endoftext|> is always 256, and data tokenized with "byte" fits every
+vocabulary that we train.
 """
 import codecs
 import hashlib
@@ -34,9 +36,9 @@ import tiktoken
 from config import UserError
 
 END = "<|endoftext|>"
-UNKNOWN = "\ufffd".encode()        # what an id without a token decodes to: padding of the vocabulary, or a gap in it
+UNKNOWN = "\ufffd".encode()      # what an id without a token decodes to: padding, or a gap of the vocabulary
 
-# ---- how text is cut into pieces -----------------------------------------------------------------------------
+# ---- how text is cut into pieces ------------------------------------------------------------------------
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 _GPT2 = {**_BYTES, "use_regex": True}
@@ -53,14 +55,16 @@ def _split(pattern: str) -> dict:
     return {"type": "Sequence", "pretokenizers": [split, _BYTES]}
 
 
-# name: (the pattern that tiktoken runs, the `pre_tokenizer` of tokenizer.json that cuts the same way).
-# The possessive forms (++) cut as the plain ones do, without keeping a way back for every character of a long run.
-# None looks behind, and each covers every character: tiktoken silently drops what no alternative matches.
+# name: (the pattern that tiktoken runs, the `pre_tokenizer` of tokenizer.json that cuts the same way). The
+# possessive forms (++) cut as the plain ones do, without keeping a way back for every character of a long
+# run. None looks behind, and each covers every character: tiktoken silently drops what no alternative
+# matches.
 PATTERNS = {
     "gpt2": (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s", _GPT2),
-    # SmolLM2: as GPT-2, but a digit stands alone, and white space before one is cut as if the text ended there
+    # SmolLM2: as GPT-2, but a digit stands alone, and space before one is cut as if the text ended there
     "smollm": (r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
-               {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}),
+               {"type": "Sequence",
+                "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}),
     # GPT-4 and Llama 3
     "cl100k": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
                r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -73,16 +77,18 @@ PATTERNS = {
     "o200k": (_CAMEL + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s++$|\s*[\r\n]+|\s+(?!\S)|\s",
               _split(_CAMEL + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES)),
 }
-# For the vocabularies that we train: a line break and the indentation after it are one piece ("\n        " becomes one
-# token, which is what source code needs), and numbers are spelled digit by digit, so equal digits are equal tokens.
+# For the vocabularies that we train: a line break and the indentation after it are one piece ("\n        "
+# becomes one token, which is what source code needs), and numbers are spelled digit by digit, so equal
+# digits are equal tokens.
 OWN_PATTERN = "smollm"
 
-# The regular expressions need memory for every character of a run and fail after a million of them, so a long text is
-# cut where every pattern above cuts anyway and none looks across: before a space that ends a word, after the break of a
-# line that ends with text, and before some punctuation after an ASCII letter or digit (minified files have little else).
-# Python's \S is narrower than tiktoken's, which only makes us cut more rarely.
-PART = 1 << 16                     # characters; a part ends at the first cut from here on
-LONGEST = 1 << 18                  # a part without a cut for so long is split by `regex`: slower, without such a limit
+# The regular expressions need memory for every character of a run and fail after a million of them, so a
+# long text is cut where every pattern above cuts anyway and none looks across: before a space that ends a
+# word, after the break of a line that ends with text, and before some punctuation after an ASCII letter or
+# digit (minified files have little else). Python's \S is narrower than tiktoken's, which only makes us cut
+# more rarely.
+PART = 1 << 16         # characters; a part ends at the first cut from here on
+LONGEST = 1 << 18      # a longer part (there is no cut in it) is split by `regex`: slower, without that limit
 _CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z0-9])(?=[\"(),:;<>=\[\]{}])")
 
 
@@ -102,7 +108,7 @@ _parts = parts
 
 
 def _without_surrogates(text: str) -> str:
-    """Pairs of surrogates become the character that they spell, lone ones U+FFFD: neither exists in UTF-8."""
+    """Pairs of surrogates become the character that they spell, lone ones U+FFFD: UTF-8 has neither."""
     try:
         text.isascii() or text.encode()
         return text
@@ -110,10 +116,10 @@ def _without_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# ---- bytes as tokenizer.json spells them ---------------------------------------------------------------------
+# ---- bytes as tokenizer.json spells them ----------------------------------------------------------------
 
-# GPT-2 wrote each byte as one printable character: the visible ones of Latin-1 stand for themselves, the others are
-# moved to U+0100 and up, in order. A vocabulary sorts bytes by these characters.
+# GPT-2 wrote each byte as one printable character: the visible ones of Latin-1 stand for themselves, the
+# others are moved to U+0100 and up, in order. A vocabulary sorts bytes by these characters.
 BYTE_ORDER = [b for b in range(256) if chr(b).isprintable() and b != 32]
 BYTE_ORDER += [b for b in range(256) if b not in BYTE_ORDER]
 _SPELLED = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(BYTE_ORDER)}
@@ -126,30 +132,30 @@ def _spell(token: bytes) -> str:
 
 
 def _unspell(entry: str) -> bytes:
-    return bytes([_BYTE[character] for character in entry])      # KeyError: not an entry of a byte-level vocabulary
+    return bytes([_BYTE[character] for character in entry])    # KeyError: the vocabulary is not byte-level
 
 
-# ---- the tokenizer -------------------------------------------------------------------------------------------
+# ---- the tokenizer --------------------------------------------------------------------------------------
 
 class Tokenizer:
     """
-    ranks: bytes of a token -> its id, which is also its merge priority. special: spelling -> id; text never becomes one
-    of these, whatever it spells. decode_only: entries that a vocabulary holds but no text reaches. pattern: a key of
-    PATTERNS. nfc: text is normalised to NFC first (the Qwen families). source: the tokenizer.json that it was read from,
-    which `save` writes back unchanged.
+    ranks: bytes of a token -> its id, which is also its merge priority. special: spelling -> id; text never
+    becomes one of these, whatever it spells. decode_only: entries that a vocabulary holds but no text
+    reaches. pattern: a key of PATTERNS. nfc: text is normalised to NFC first (the Qwen families). source:
+    the tokenizer.json that it was read from, which `save` writes back unchanged.
     """
 
     def __init__(self, name: str, ranks: dict[bytes, int], special: dict[str, int], eos_id: int,
                  bos_id: int | None = None, pad_id: int | None = None, *, pattern: str = OWN_PATTERN,
-                 decode_only: dict[bytes, int] | None = None, nfc: bool = False, chat_template: str | None = None,
-                 source: bytes | None = None):
+                 decode_only: dict[bytes, int] | None = None, nfc: bool = False,
+                 chat_template: str | None = None, source: bytes | None = None):
         self.name, self.ranks, self.special, self.pattern, self.nfc = name, ranks, special, pattern, nfc
         self.eos_id, self.bos_id, self.pad_id = eos_id, bos_id, pad_id
         self.chat_template, self.source = chat_template, source
         table = {i: token for token, i in [*ranks.items(), *(decode_only or {}).items()]}
         table |= {i: spelling.encode() for spelling, i in special.items()}
         self.vocab_size = max(table) + 1
-        self._table = [table.get(i) for i in range(self.vocab_size)]         # None where no token has this id
+        self._table = [table.get(i) for i in range(self.vocab_size)]     # None where no token has this id
         self._missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         self._encoding = tiktoken.Encoding(f"{name} (lignite)", pat_str=PATTERNS[pattern][0],
@@ -160,9 +166,9 @@ class Tokenizer:
 
     def normalize(self, text: str) -> str:
         """
-        What `decode(encode(text))` gives back. That is the text itself, except that lone surrogates become U+FFFD, that
-        some vocabularies want the NFC form, and that bytes without a token vanish, as they do in Hugging Face (SmolLM2
-        has none for six control characters and two bytes of unassigned planes).
+        What `decode(encode(text))` gives back. That is the text itself, except that lone surrogates become
+        U+FFFD, that some vocabularies want the NFC form, and that bytes without a token vanish, as they do
+        in Hugging Face (SmolLM2 has none for six control characters and two bytes of unassigned planes).
         """
         text = self._canonical(text)
         data = text.encode()
@@ -180,7 +186,7 @@ class Tokenizer:
         return self.encode_array(text).tolist()
 
     def encode_array(self, text: str) -> np.ndarray:
-        """As `encode`; uint16 where every id of the vocabulary fits, else uint32. Any length, with runs of any length."""
+        """As `encode`; uint16 where every id of the vocabulary fits, else uint32. Text of any length."""
         ids = [self._encode_part(part) for part in parts(self._canonical(text))]
         return (ids[0] if len(ids) == 1 else np.concatenate(ids)).astype(self._dtype)
 
@@ -195,7 +201,7 @@ class Tokenizer:
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens spelled out; U+FFFD for unknown ids and for bytes that are not UTF-8."""
+        """The text of the ids, special tokens spelled out; U+FFFD for unknown ids and broken UTF-8."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -205,14 +211,14 @@ class Tokenizer:
 
     @cached_property
     def token_lengths(self) -> np.ndarray:
-        """int32 [vocab_size]: how many bytes of text each id is, 0 for special tokens and gaps (for bits per byte)."""
+        """int32 [vocab_size]: bytes of text per id, 0 for special tokens and gaps (for bits per byte)."""
         lengths = np.array([len(token or b"") for token in self._table], np.int32)
         lengths[list(self.special.values())] = 0
         return lengths
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the table id -> bytes, special tokens by their spelling: equal exactly when every id means the same."""
+        """A hash of the table id -> bytes (special tokens as spelled): equal when every id means the same."""
         digest = hashlib.sha256()
         for i, token in enumerate(self._table):
             if token is not None:
@@ -225,7 +231,7 @@ class Tokenizer:
             theirs in (None, ours) for theirs, ours in zip(other._table, self._table))
 
     def save(self, directory: str) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, which transformers' AutoTokenizer reads with equal ids."""
+        """Writes tokenizer.json and tokenizer_config.json, with which transformers gives the same ids."""
         os.makedirs(directory, exist_ok=True)
         names = {"eos_token": self.eos_id, "bos_token": self.bos_id, "pad_token": self.pad_id}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -237,7 +243,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text from ids that arrive one by one, never half a character: `"".join(pushed) + finish()` is `decode(ids)`."""
+    """Text from ids that come one by one, never half a character; all pieces + finish() are decode(ids)."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -260,7 +266,7 @@ def _replace(path: str, content: bytes) -> None:
     os.replace(path + ".tmp", path)            # readers see the old file or the new one, never a half
 
 
-# ---- loading -------------------------------------------------------------------------------------------------
+# ---- loading --------------------------------------------------------------------------------------------
 
 _TIKTOKEN_URL = "https://openaipublic.blob.core.windows.net/"
 _TIKTOKEN = {                      # name: (key of PATTERNS, the files that tiktoken fetches)
@@ -275,8 +281,9 @@ _TIKTOKEN = {                      # name: (key of PATTERNS, the files that tikt
 
 def load_tokenizer(source: str | os.PathLike | Tokenizer) -> Tokenizer:
     """
-    "byte" (or "bundled"), a name of tiktoken, a directory with tokenizer.json, the path of such a file, or a Hub id; a
-    Tokenizer is given back as it is. Nothing is trained or guessed: UserError where the source lacks what is needed.
+    "byte" (or "bundled"), a name of tiktoken, a directory with tokenizer.json, the path of such a file, or
+    a Hub id; a Tokenizer is given back as it is. Nothing is trained or guessed: UserError where the source
+    lacks what is needed.
     """
     if isinstance(source, Tokenizer):
         return source
@@ -302,16 +309,18 @@ def _from_tiktoken(name: str) -> Tokenizer:
     pattern, files = _TIKTOKEN[name]
     try:
         encoding = tiktoken.get_encoding(name)
-    except Exception as error:     # no network (an exception of requests), a full disk, a file with a wrong hash
+    except Exception as error:     # no network (an exception of requests), a full disk, a wrong hash
         cache = (os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
                  or os.path.join(tempfile.gettempdir(), "data-gym-cache"))
         urls = [_TIKTOKEN_URL + file for file in files]
         needs = " and ".join(f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in urls)
-        raise UserError(f"The vocabulary of {name!r} is not here and could not be fetched ({type(error).__name__}): put "
-                        f"{needs} into {cache} (the environment variable TIKTOKEN_CACHE_DIR names another directory), "
-                        "or pass the path of a tokenizer.json.") from error
+        raise UserError(f"The vocabulary of {name!r} is not here and could not be fetched "
+                        f"({type(error).__name__}): put {needs} into {cache} (the environment variable "
+                        "TIKTOKEN_CACHE_DIR names another directory), or pass the path of a "
+                        "tokenizer.json.") from error
     special = encoding._special_tokens
-    return Tokenizer(name, encoding._mergeable_ranks, special, special[END], pad_id=special[END], pattern=pattern)
+    return Tokenizer(name, encoding._mergeable_ranks, special, special[END], pad_id=special[END],
+                     pattern=pattern)
 
 
 def _from_hub(repo: str) -> Tokenizer:
@@ -321,11 +330,11 @@ def _from_hub(repo: str) -> Tokenizer:
         raise UserError(f"No directory {repo!r} here; to read it from the Hugging Face Hub: "
                         "pip install huggingface_hub.") from None
     try:
-        directory = snapshot_download(repo, allow_patterns=["tokenizer.json", "*config.json", "chat_template.jinja"])
+        directory = snapshot_download(repo, allow_patterns=["tokenizer.json", "*config.json", "*.jinja"])
     except Exception as error:     # many kinds: no network, no such repository, no permission
         raise UserError(f"No directory {repo!r} here, and the Hugging Face Hub did not give it "
-                        f"({type(error).__name__}): download its tokenizer.json and tokenizer_config.json elsewhere and "
-                        "pass their directory.") from error
+                        f"({type(error).__name__}): download its tokenizer.json and tokenizer_config.json "
+                        "elsewhere and pass their directory.") from error
     return _from_directory(directory, name=repo)
 
 
@@ -334,8 +343,8 @@ def _from_directory(directory: str, name: str | None = None) -> Tokenizer:
     if not os.path.isfile(path):
         others = [n for n in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
                   if os.path.isfile(os.path.join(directory, n))]
-        hint = f" (it holds {', '.join(others)}; transformers' save_pretrained writes tokenizer.json)" if others else ""
-        raise UserError(f"No tokenizer in {directory}: tokenizer.json is missing{hint}.")
+        hint = f" (it has {', '.join(others)}; transformers' save_pretrained writes tokenizer.json)"
+        raise UserError(f"No tokenizer in {directory}: tokenizer.json is missing{hint if others else ''}.")
     return _from_file(path, name or os.path.basename(os.path.abspath(directory)))
 
 
@@ -346,7 +355,7 @@ def _read_json(path: str) -> dict:
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read())
-    except (ValueError, OSError) as error:             # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, OSError) as error:         # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise UserError(f"Cannot read {path} as JSON: {error}.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__} where an object is needed.")
@@ -358,9 +367,9 @@ def _from_file(path: str, name: str | None = None) -> Tokenizer:
     spec = _read_json(path)
     try:
         nfc, pattern, ranks, decode_only, special = _read_spec(spec, path)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path} is not a tokenizer.json that we can read "
                         f"({type(error).__name__}: {error}).") from error
     directory = os.path.dirname(os.path.abspath(path))
@@ -375,12 +384,13 @@ def _from_file(path: str, name: str | None = None) -> Tokenizer:
     with open(path, "rb") as file:
         source = file.read()
     return Tokenizer(name or path, ranks, special, ids["eos"], ids["bos"], ids["pad"], pattern=pattern,
-                     decode_only=decode_only, nfc=nfc, chat_template=_chat_template(settings, directory), source=source)
+                     decode_only=decode_only, nfc=nfc, chat_template=_chat_template(settings, directory),
+                     source=source)
 
 
 def _named_ids(settings: dict, directory: str, special: dict[str, int],
                ranks: dict[bytes, int]) -> dict[str, int | None]:
-    """eos, bos and pad: by spelling in tokenizer_config.json, else by id in generation_config.json, else in config.json."""
+    """eos, bos, pad: as tokenizer_config.json spells them, else the ids of (generation_)config.json."""
     known = set(special.values()) | set(ranks.values())
     models = [_read_json(os.path.join(directory, n)) for n in ("generation_config.json", "config.json")]
     ids: dict[str, int | None] = {}
@@ -390,8 +400,8 @@ def _named_ids(settings: dict, directory: str, special: dict[str, int],
         if token is not None:
             ids[name] = special.get(token, ranks.get(token.encode()))
             if ids[name] is None:
-                raise UserError(f"tokenizer_config.json in {directory} names {token!r} as {name}_token, which "
-                                "tokenizer.json does not have.")
+                raise UserError(f"tokenizer_config.json in {directory} names {token!r} as {name}_token, "
+                                "which tokenizer.json does not have.")
             continue
         found = [model[f"{name}_token_id"] for model in models if model.get(f"{name}_token_id") is not None]
         found = found[0] if found and isinstance(found[0], list) else found        # some name several
@@ -405,19 +415,19 @@ def _chat_template(settings: dict, directory: str) -> str | None:
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()
     template = settings.get("chat_template")
-    if isinstance(template, list):                     # several by name: the one that transformers takes unasked
+    if isinstance(template, list):                 # several by name: the one that transformers takes unasked
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
 
-# ---- tokenizer.json, read and written ------------------------------------------------------------------------
+# ---- tokenizer.json, read and written -------------------------------------------------------------------
 
-def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict[bytes, int], dict[bytes, int], dict[str, int]]:
-    """(nfc, pattern, ranks, decode_only, special) of a tokenizer.json; UserError naming a part that we do not know."""
+def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict, dict, dict]:
+    """(nfc, pattern, ranks, decode_only, special) of a file; UserError names a part that we do not know."""
     def refuse(part: str, value: object):
         text = json.dumps(value, ensure_ascii=False)
-        raise UserError(f"{path} has a {part} that we do not know, and approximating it would give other ids: "
-                        f"{text[:300]}{'...' if len(text) > 300 else ''}.")
+        raise UserError(f"{path} has a {part} that we do not know, and approximating it would give other "
+                        f"ids: {text[:300]}{'...' if len(text) > 300 else ''}.")
 
     normalizer, model, cut = spec.get("normalizer"), spec["model"], _plain(spec.get("pre_tokenizer"))
     if normalizer not in (None, {"type": "NFC"}):
@@ -444,19 +454,19 @@ def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict[bytes, int], dict
             refuse("merge whose result has a lower id than the one before", merge)
     if model.get("ignore_merges"):
         return bool(normalizer), pattern, vocab, {}, special
-    # tiktoken looks a whole piece up before it merges; here Hugging Face does not, so an entry that no merge makes must
-    # not be found
+    # tiktoken looks a whole piece up before it merges; here Hugging Face does not, so an entry that no
+    # merge makes must not be found
     made = set(made)
     ranks = {token: i for token, i in vocab.items() if len(token) == 1 or i in made}
     decode_only = {token: i for token, i in vocab.items() if token not in ranks}
     lost = _not_rebuilt(ranks)
     if lost:
-        refuse(f"set of merges that does not build {len(lost)} of its entries", [_spell(token) for token in lost[:5]])
+        refuse(f"set of merges that does not build {len(lost)} entries", [_spell(t) for t in lost[:5]])
     return bool(normalizer), pattern, ranks, decode_only, special
 
 
 def _plain(part: object) -> object:
-    """A pre-tokenizer without what has no influence on ids, and with the default that older files leave out."""
+    """A pre-tokenizer without what cannot change ids, and with the default that older files leave out."""
     if isinstance(part, dict):
         part = {"use_regex": True, **part} if part.get("type") == "ByteLevel" else part
         return {key: _plain(value) for key, value in part.items() if key != "trim_offsets"}
@@ -465,8 +475,8 @@ def _plain(part: object) -> object:
 
 def _not_rebuilt(ranks: dict[bytes, int]) -> list[bytes]:
     """
-    The tokens whose own bytes merge into something else. The byte 0xFF never occurs in UTF-8, so usually no token joins
-    with it: behind a token it keeps tiktoken from looking the whole piece up.
+    The tokens whose own bytes merge into something else. The byte 0xFF never occurs in UTF-8, so usually no
+    token joins with it: behind a token it keeps tiktoken from looking the whole piece up.
     """
     if sum(b"\xff" in token for token in ranks) != 1:
         return []
@@ -489,20 +499,21 @@ def _to_json(tokenizer: Tokenizer) -> bytes:
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": unmade,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "ignore_merges": unmade,
                   "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
                   "merges": [[_spell(left), _spell(right)] for left, right in merges]}}
     return json.dumps(spec, ensure_ascii=False, indent=1).encode()
 
 
 def _merges(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """The pair that makes each token, in order of the ids, and whether some token is made by none (only found whole)."""
+    """The pair that makes each token, by id, and whether some token is made by none (found whole only)."""
     merges, unmade = [], False
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) == 1:
             continue
         parts = [token[i:i + 1] for i in range(len(token))]
-        while len(parts) > 2:                          # merge as the encoder does, with the earlier tokens only
+        while len(parts) > 2:                      # merge as the encoder does, with the earlier tokens only
             best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
             if ranks.get(parts[best] + parts[best + 1], rank) >= rank:
                 break
@@ -514,22 +525,24 @@ def _merges(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
     return merges, unmade
 
 
-# ---- training ------------------------------------------------------------------------------------------------
+# ---- training -------------------------------------------------------------------------------------------
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[str] = (END,), *,
-              min_frequency: int = 2, pattern: str = OWN_PATTERN, say: Callable[[str], object] = print) -> Tokenizer:
+              min_frequency: int = 2, pattern: str = OWN_PATTERN,
+              say: Callable[[str], object] = print) -> Tokenizer:
     """
-    A byte-level BPE vocabulary learned from the texts; the first special token ends a text and pads. Each step merges
-    the most frequent pair of neighbouring tokens inside the pieces of `pattern`. On a tie the pair whose left token is
-    the earliest wins, then the one whose right token is: bytes come in GPT-2's order (BYTE_ORDER: the printable ones of
-    Latin-1, then the others), then merges as they were learned. These are the merges of Hugging Face's BpeTrainer. It
-    stops at `vocab_size`, or where no pair occurs `min_frequency` times: then the vocabulary is smaller, and it says so.
+    A byte-level BPE vocabulary learned from the texts; the first special token ends a text and pads. Each
+    step merges the most frequent pair of neighbouring tokens inside the pieces of `pattern`. On a tie the
+    pair whose left token is the earliest wins, then the one whose right token is: bytes come in GPT-2's
+    order (BYTE_ORDER: the printable ones of Latin-1, then the others), then merges as they were learned.
+    These are the merges of Hugging Face's BpeTrainer. It stops at `vocab_size`, or where no pair occurs
+    `min_frequency` times: then the vocabulary is smaller, and it says so.
     """
     special_tokens = list(special_tokens)
     smallest = 256 + len(special_tokens)
     if not special_tokens or vocab_size < smallest:
-        raise UserError(f"vocab_size={vocab_size} with {len(special_tokens)} special tokens: at least one special token "
-                        f"is needed, and with 256 bytes that makes vocab_size >= {max(smallest, 257)}.")
+        raise UserError(f"vocab_size={vocab_size} with {len(special_tokens)} special tokens: at least one "
+                        f"is needed, and with the 256 bytes that makes vocab_size >= {max(smallest, 257)}.")
     find = regex.compile(PATTERNS[pattern][0]).findall
     words: Counter[str] = Counter()
     for text in texts:
@@ -542,11 +555,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[st
     ranks = {bytes([b]): b for b in range(256)} | {token: smallest + i for i, token in enumerate(learned)}
     clash = [token for token in special_tokens if token.encode() in ranks]
     if clash:
-        raise UserError(f"The special token {clash[0]!r} is also a piece of the text: spell it unlike text, as {END}.")
+        raise UserError(f"The special token {clash[0]!r} is also a piece of the text: spell it unlike text, "
+                        f"as {END}.")
     size = smallest + len(learned)
     if size < vocab_size:
-        say(f"The text supports {len(learned):,} merges (no other pair occurs {min_frequency} times): vocab_size is "
-            f"{size:,} instead of {vocab_size:,}.")
+        say(f"The text supports {len(learned):,} merges (no other pair occurs {min_frequency} times): "
+            f"vocab_size is {size:,} instead of {vocab_size:,}.")
     special = {token: 256 + i for i, token in enumerate(special_tokens)}
     return Tokenizer(f"bpe-{size}", ranks, special, eos_id=256, pad_id=256, pattern=pattern)
 
@@ -555,11 +569,12 @@ def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[i
     """
     The merges as pairs of symbols: 0-255 are the bytes in BYTE_ORDER, 256 + i is the result of merge i.
 
-    All different words lie one behind the other in `symbol`, as doubly linked lists (`before`, `after`; both ends of a
-    word have the neighbour `end`). A merge looks only at the places of its pair and corrects the counts of the pairs
-    beside them. Every new pair contains the newest symbol, so all its places are known when it appears: `places[pair]`
-    is written once, and those that other merges took since are filtered out when its turn comes. Counts only fall, so
-    the queue may hold older, higher ones; they are put right when they come up.
+    All different words lie one behind the other in `symbol`, as doubly linked lists (`before`, `after`;
+    both ends of a word have the neighbour `end`). A merge looks only at the places of its pair and corrects
+    the counts of the pairs beside them. Every new pair contains the newest symbol, so all its places are
+    known when it appears: `places[pair]` is written once, and those that other merges took since are
+    filtered out when its turn comes. Counts only fall, so the queue may hold older, higher ones; they are
+    put right when they come up.
     """
     encoded = [word.encode() for word in words]
     lengths = np.array([len(word) for word in encoded], np.int64)
@@ -583,30 +598,33 @@ def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[i
         if counts[pair] != -count:
             heapq.heappush(queue, (-counts[pair], pair))
             continue
-        if -count < min_frequency:
+        if -count < max(min_frequency, 1):
             break
         left, right = pair >> 32, pair & 0xffffffff
         merges.append((left, right))
         new = 255 + len(merges)
         at = places.pop(pair)
         at = at[(symbol[at] == left) & (symbol[after[at]] == right)]
-        if left == right:                                                  # in a run "aaa" the leftmost pair merges
+        if left == right:              # in a run "aaa" the leftmost pair merges
             at = _every_other(at, after)
-        # the pairs that disappear: a neighbour that merges too is counted once, as the left one of the second
+        # the pairs that go: one between two merging places is counted once, as the left one of the second
         gone = after[at]
         neighbour = after[gone]
         old_left, old_right = symbol[before[at]], symbol[neighbour]
         symbol[at], symbol[gone] = new, -1
         has_left, has_right = old_left >= 0, (old_right >= 0) & (symbol[neighbour] != new)
         keys = np.concatenate([_pair(old_left[has_left], left), _pair(right, old_right[has_right])])
-        for key, lost, _ in _by_pair(keys, np.concatenate([at[has_left], at[has_right]]), weight, split=False):
+        beside = np.concatenate([at[has_left], at[has_right]])
+        for key, lost, _ in _by_pair(keys, beside, weight, split=False):
             counts[key] -= lost
-        # the pairs that appear
+        # the pairs that come
         after[at], before[neighbour] = neighbour, at
         previous = before[at]
         has_left = symbol[previous] >= 0
-        keys = np.concatenate([_pair(symbol[previous[has_left]], new), _pair(new, symbol[neighbour[has_right]])])
-        for key, found, where in _by_pair(keys, np.concatenate([previous[has_left], at[has_right]]), weight):
+        keys = np.concatenate([_pair(symbol[previous[has_left]], new),
+                               _pair(new, symbol[neighbour[has_right]])])
+        beside = np.concatenate([previous[has_left], at[has_right]])
+        for key, found, where in _by_pair(keys, beside, weight):
             counts[key], places[key] = found, where
             heapq.heappush(queue, (-found, key))
     return merges
@@ -617,7 +635,8 @@ def _pair(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
     return (left << 32) + right
 
 
-def _by_pair(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray, split: bool = True) -> Iterable[tuple]:
+def _by_pair(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray,
+             split: bool = True) -> Iterable[tuple]:
     """(pair, sum of the weights of its places, its places in ascending order) for each different pair."""
     if not len(pairs):
         return []

@@ -42,9 +42,9 @@ class Config(ModelConfig):
     params: int | None = 20_000_000        # size of a fresh model: fills the shape fields that nobody set
     sequence_length: int = 512             # tokens per row
     data: str = "stdlib"                   # corpus directory, raw text, or a mix: "fineweb:0.7,code:0.3"
-    tokenizer: str = "auto"                # for raw text: "auto" trains one on it; "byte", "gpt2", a tokenizer.json, a model
+    tokenizer: str | object = "auto"       # for raw text: "auto" trains one on it; "byte", "gpt2", a tokenizer.json, a model
     out_dir: str | None = None             # None = out/<config name>
-    init_from: str | None = None           # model directory to train on from (ours or Hugging Face's); None = from scratch
+    init_from: str | object | None = None  # model directory to train on from (ours or Hugging Face's); None = from scratch
     resume: bool | str = "auto"            # "auto" = go on when out_dir holds this run; "never"; a checkpoint to go on from
     seed: int = 1337                       # weights and the order of the data
     # objective
@@ -101,23 +101,27 @@ def train(**kwargs) -> dict:
     Train as the command line does, with the same names. Returns {"steps", "tokens", "losses" (one per log line),
     "validation_loss", "bits_per_byte", "out_dir"}; raises UserError for what the caller got wrong.
     """
-    return main(config.make(Config, kwargs))
+    with launch.visiting():                                # leaves the caller's signals as they were
+        return main(config.make(Config, kwargs))
 
 
 def main(cfg: Config) -> dict:
     # ---- what is asked, checked before any device starts ------------------------------------------------------------
     cfg, place = copy.copy(cfg), launch.environment()
     say = print if place.rank == 0 else (lambda *_: None)
-    given = {key: getattr(cfg, key) for key in cfg.given}
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
     if cfg.eval_only:
         return evaluate_only(cfg, place, say)
+    live = checkpoint.name_objects(cfg)                    # a tokenizer or model given as an object; cfg gets its path
+    given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint directory or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
     fixed = stored and stored["batch"]["global_batch_size"]
-    base = open_base(cfg)
-    source = ensure(cfg.data, base.tokenizer if base and base.tokenizer else cfg.tokenizer, rank=place.rank,
-                    world=place.world, say=say)
+    if place.rank == 0:
+        checkpoint.save_objects(cfg, live)
+    base = open_base(cfg, live.get("init_from"))
+    own = base.tokenizer if base and base.tokenizer else live.get("tokenizer", cfg.tokenizer)
+    source = ensure(cfg.data, own, rank=place.rank, world=place.world, say=say)
     corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
     settle_shape(cfg, corpus, base, say)
     tokenizer = base.tokenizer if base and base.tokenizer else corpus.tokenizer
@@ -240,14 +244,17 @@ def main(cfg: Config) -> dict:
 
 # ---- before the loop ------------------------------------------------------------------------------------------------
 
-def open_base(cfg: Config) -> Model | None:
-    """The model of init_from, on the CPU in fp32; its shape becomes the run's. None from scratch."""
+def open_base(cfg: Config, live: Model | None) -> Model | None:
+    """The model of init_from (a copy of a live one), on the CPU in fp32; its shape becomes the run's. None from scratch."""
     if cfg.init_from is None:
         return None
-    if os.path.realpath(cfg.init_from) == os.path.realpath(cfg.out_dir):
+    if live is None and os.path.realpath(cfg.init_from) == os.path.realpath(cfg.out_dir):
         raise UserError(f"out_dir={cfg.out_dir} is init_from itself, which would be overwritten: choose another out_dir")
-    base, tokenizer = checkpoint.load_model_dir(cfg.init_from, dtype=torch.float32)
-    base.tokenizer = tokenizer
+    if live is not None:
+        base = copy.deepcopy(live).float().cpu()
+    else:
+        base, tokenizer = checkpoint.load_model_dir(cfg.init_from, dtype=torch.float32)
+        base.tokenizer = tokenizer
     for key in (f.name for f in fields(ModelConfig)):
         wanted, there = getattr(cfg, key), getattr(base.cfg, key)
         if key in cfg.given and wanted != there and key not in ("rope_scaling", "max_position_embeddings"):

@@ -29,6 +29,7 @@ def oracle():
 def in_empty_directory(tmp_path, monkeypatch):
     """Every test works in a directory of its own: nothing that it writes can reach another test or the repo."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no test pulls the plug, and a disk can take its time
 
 
 seconds = defaultdict(float)

@@ -1,0 +1,422 @@
+"""prepare.py: the shards hold exactly the accepted documents, whoever makes them and however often the maker is killed."""
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+import prepare as module
+from config import UserError
+from prepare import ensure, prepare
+from tokenizer import load_tokenizer
+
+REPO = Path(module.__file__).parent
+WORDS = "the sea was calm and old stones lay under grey water while nobody spoke of home".split()
+
+
+def story(seed, words=200):
+    pick = random.Random(seed)
+    return " ".join(pick.choice(WORDS) for _ in range(words)) + f" {seed}.\n"
+
+
+def write_jsonl(path, texts):
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    return str(path)
+
+
+def quiet(text):
+    pass
+
+
+def ids_of(out_dir, split):
+    meta = data.read_json(f"{out_dir}/meta.json")
+    parts = [np.fromfile(f"{out_dir}/{shard['file']}", meta["dtype"]) for shard in meta[split]["shards"]]
+    return np.concatenate([np.zeros(0, meta["dtype"]), *parts])
+
+
+def texts_of(out_dir, splits=("train", "val")):
+    """The documents of the shards: what lies between two end-of-text ids. The last one must have its own."""
+    ids = np.concatenate([ids_of(out_dir, split) for split in splits])
+    tokenizer = load_tokenizer(str(out_dir))
+    ends = np.flatnonzero(ids == tokenizer.eos_id)
+    assert len(ids) == 0 or ends[-1] == len(ids) - 1
+    return [tokenizer.decode(part[:-1]) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def contents(out_dir):
+    return {path.name: path.read_bytes() for path in Path(out_dir).iterdir() if path.name != ".lock"}
+
+
+# ---- documents in, shards out --------------------------------------------------------------------------------
+@pytest.mark.parametrize("tokenizer", ["byte", "auto"])
+def test_the_shards_decode_to_exactly_the_documents(tokenizer):
+    texts = [story(i) for i in range(60)] + ["Zwölf Boxkämpfer 🥊\r\n\t", "text that spells <|endoftext|> stays text", "\ufeffx"]
+    meta = prepare(write_jsonl("in.jsonl", texts), "out", tokenizer, val_fraction=0.2, shard_tokens=1000, say=quiet)
+    assert sorted(texts_of("out")) == sorted(texts)
+    assert meta["documents"] == len(texts) == meta["train"]["documents"] + meta["val"]["documents"]
+    assert meta["bytes"] == sum(len(text.encode()) for text in texts)
+    assert meta["tokens"] == len(ids_of("out", "train")) + len(ids_of("out", "val"))
+    assert len(meta["train"]["shards"]) > 2 and len(texts_of("out", ["val"])) > 3
+    assert {shard["tokens"] for shard in meta["train"]["shards"][:-1]} == {1000}
+    assert meta == data.read_json("out/meta.json")
+    assert not os.path.exists("out/unfinished.json")
+    corpus = data.open_corpus("out", 16)                       # the reader checks sizes, ids and the tokenizer
+    assert corpus.tokenizer.fingerprint == meta["tokenizer"]["fingerprint"] and corpus.eos_id == meta["eos_id"]
+
+
+def test_training_keeps_the_order_of_the_input():
+    texts = [story(i) for i in range(40)]
+    prepare(write_jsonl("in.jsonl", texts), "out", "byte", val_fraction=0, say=quiet)
+    assert texts_of("out", ["train"]) == texts and data.open_corpus("out", 16).val_tokens == 0
+
+
+def test_a_long_document_is_cut_for_the_workers_and_has_one_end(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 2**16)
+    text = story(0, 60_000)
+    Path("book.txt").write_text(text, encoding="utf-8", newline="")
+    prepare("book.txt", "out", "byte", say=quiet)
+    assert texts_of("out") == [text]
+    assert list(ids_of("out", "train")) + list(ids_of("out", "val")) == [*text.encode(), 256]
+
+
+def test_any_number_of_workers_makes_the_same_bytes(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK", 5000)
+    source = write_jsonl("in.jsonl", [story(i) for i in range(100)])
+    for workers in (1, 2, 3):
+        prepare(source, f"out{workers}", "auto", val_fraction=0.1, workers=workers, shard_tokens=3000, say=quiet)
+    assert contents("out1") == contents("out2") == contents("out3")
+
+
+def test_workers_start_without_fork(monkeypatch):
+    """As on Windows and macOS, where a worker begins as a fresh interpreter."""
+    import multiprocessing
+    monkeypatch.setattr(module, "CHUNK", 5000)
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: spawn)
+    source = write_jsonl("in.jsonl", [story(i) for i in range(30)])
+    for workers in (1, 2):
+        prepare(source, f"out{workers}", "byte", workers=workers, say=quiet)
+    assert contents("out1") == contents("out2")
+
+
+def test_a_separator_makes_documents_of_a_text_file():
+    Path("in.txt").write_text("one\n###\ntwo\n###\n", encoding="utf-8", newline="")
+    main(["--data=in.txt", "--out_dir=out", "--tokenizer=byte", r"--document_separator=\n###\n", "--val_fraction=0"])
+    assert texts_of("out") == ["one", "two"]
+
+
+def main(argv):
+    import config
+    return module.main(config.load(module.Config, argv))
+
+
+def test_what_is_no_text_is_left_out_counted_and_reported():
+    Path("in").mkdir()
+    files = {"a.txt": b"\xef\xbb\xbfwith a mark", "b.txt": b"\xff\xfenot UTF-8", "c.txt": b"", "d.txt": b" \n\t", "e.md": b"nul\0",
+             "f.txt": b"dos\r\nlines\r\n", "g.bin": b"?", "h.jsonl": b'{"text": 5}\n{"body": "x"}\n{"text": "\\ud800"}\n{"text"'}
+    for name, content in files.items():
+        (Path("in") / name).write_bytes(content)
+    said = []
+    meta = prepare("in", "out", "byte", val_fraction=0, say=said.append)
+    assert texts_of("out") == ["with a mark", "dos\r\nlines\r\n"]
+    assert meta["left_out"] == {"not UTF-8": 1, "empty document": 2, "NUL characters (not a text)": 1,
+                                "'text' is not a text": 1, "without the key 'text'": 1, "half a surrogate pair": 1,
+                                "broken JSON line": 1, "file of another format (.bin)": 1}
+    assert meta["noted"] == {"byte order mark (removed)": 1, "CRLF line ends (kept)": 1}
+    for reported in ("2 documents", "2 x empty document (first: in/c.txt)", "h.jsonl line 2 has body",
+                     "1 x CRLF line ends (kept)"):
+        assert reported in said[-1].replace(os.sep, "/")
+
+
+def test_no_document_at_all_is_an_error_that_says_what_was_found():
+    Path("in").mkdir()
+    Path("in/x.png").write_bytes(b"?")
+    write_jsonl("in/x.jsonl", ["", "\n"])
+    with pytest.raises(UserError, match=r"in holds no document to train on: 2 x empty document .*, 1 x file .*\(.png\)"):
+        prepare("in", "out", "byte", say=quiet)
+    assert not os.path.exists("out")
+    with pytest.raises(UserError, match="no document to train on: 2 x without the key 'body' .* has text"):
+        prepare("in/x.jsonl", "out", "byte", text_key="body", say=quiet)
+
+
+# ---- the split -----------------------------------------------------------------------------------------------
+def test_a_document_stays_in_its_split_when_others_come_and_go():
+    texts = [story(i) for i in range(200)]
+    first = prepare(write_jsonl("a.jsonl", texts), "a", "byte", val_fraction=0.2, say=quiet)
+    random.Random(0).shuffle(texts)
+    prepare(write_jsonl("b.jsonl", texts[:150] + [story(i) for i in range(200, 230)]), "b", "byte", val_fraction=0.2, say=quiet)
+    a, b = (set(texts_of(out, ["val"])) for out in "ab")
+    assert 20 < first["val"]["documents"] < 60
+    assert a & set(texts[:150]) == b & set(texts[:150])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_book_is_split_by_its_tokens_and_says_so(seed):
+    text, said = story(seed, 10_000), []
+    Path("shakespeare.txt").write_text(text, encoding="utf-8", newline="")
+    meta = prepare("shakespeare.txt", "out", "byte", val_fraction=0.1, say=said.append)
+    assert meta["val"]["tokens"] == round(0.1 * meta["tokens"]) and meta["train"]["documents"] == 0
+    assert texts_of("out") == [text] and meta["val"]["documents"] == 1
+    assert any("the validation split" in line for line in said)
+    assert meta == prepare("shakespeare.txt", "out", "byte", val_fraction=0.1, say=quiet)
+    corpus = data.open_corpus("out", 256)
+    corpus.check(10, 1)
+
+
+@pytest.mark.parametrize("val_fraction", [1e-9, 1 - 1e-9])     # the hash gives everything to one side
+def test_the_splits_are_balanced_across_shards(val_fraction, monkeypatch):
+    texts = [story(i, 50) for i in range(100)]
+    monkeypatch.setattr(module.Texts, "__init__", texts_with(val_fraction))
+    meta = prepare(write_jsonl("in.jsonl", texts), "out", "byte", val_fraction=0.3, shard_tokens=1500, say=quiet)
+    assert texts_of("out") == texts
+    assert meta["val"]["tokens"] == round(0.3 * meta["tokens"])
+    assert meta["documents"] == meta["train"]["documents"] + meta["val"]["documents"] == 100
+    for split in ("train", "val"):
+        assert meta[split]["documents"] == (ids_of("out", split) == 256).sum()
+        assert [shard["tokens"] for shard in meta[split]["shards"][:-1]] == [1500] * (len(meta[split]["shards"]) - 1)
+    assert not list(Path("out").glob("tail*"))
+    data.open_corpus("out", 16)
+
+
+def texts_with(val_fraction):
+    def init(self, records, text_key, _):
+        self.records, self.text_key, self.val_fraction = records, text_key, val_fraction
+    return init
+
+
+# ---- the tokenizer -------------------------------------------------------------------------------------------
+def test_the_vocabulary_grows_with_the_text():
+    sizes = {0: 512, 1_100_000: 512, 2**21: 1024, 11_000_000: 4096, 64 * 2**20: 32768, 10**12: 32768}
+    assert {size: module.vocab_size_for(size) for size in sizes} == sizes
+
+
+def test_the_tokenizer_is_trained_on_an_even_part_of_a_long_text(monkeypatch):
+    monkeypatch.setattr(module, "BPE_SAMPLE", 100_000)
+    texts = [story(i, 5000) for i in range(40)]
+    found = module.Texts(data.read_records(write_jsonl("in.jsonl", texts)), "text", 0)
+    parts = list(module.sample(found))
+    assert 60_000 < sum(map(len, parts)) < 130_000
+    assert [next(i for i, text in enumerate(texts) if part in text) for part in parts][::2] != [0] * len(parts[::2])
+    assert any(parts[-1] in text for text in texts[35:])
+
+
+def test_wide_vocabularies_are_stored_in_four_bytes(monkeypatch):
+    wide = load_tokenizer("byte")
+    wide.vocab_size = 70_000                                   # as of a large vocabulary, whose rare ids don't occur
+    meta = prepare(write_jsonl("in.jsonl", [story(i) for i in range(20)]), "out", wide, say=quiet)
+    assert meta["dtype"] == "uint32" and meta["vocab_size"] == 70_000
+    assert sorted(texts_of("out"))[0] in {story(i) for i in range(20)}
+
+
+# ---- again, after a kill, next to others ---------------------------------------------------------------------
+def test_preparing_again_does_nothing_and_other_input_is_refused():
+    source = write_jsonl("in.jsonl", [story(i) for i in range(20)])
+    meta, before = prepare(source, "out", "byte", say=quiet), contents("out")
+    assert prepare(source, "out", "byte", say=quiet) == meta
+    for change in ({"tokenizer": "auto"}, {"val_fraction": 0.5}, {"text_key": "x"}, {"shard_tokens": 99}):
+        with pytest.raises(UserError, match="out holds a corpus already, made from in.jsonl"):
+            prepare(source, "out", **{"tokenizer": "byte", "say": quiet, **change})
+    write_jsonl("in.jsonl", [story(i) for i in range(21)])
+    with pytest.raises(UserError, match="choose another --out_dir, or delete it"):
+        prepare(source, "out", "byte", say=quiet)
+    assert contents("out") == before
+
+
+def test_foreign_files_are_not_overwritten():
+    source = write_jsonl("in.jsonl", [story(0)])
+    Path("model").mkdir()
+    Path("model/tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="model holds tokenizer.json, which would be overwritten"):
+        prepare(source, "model", "byte", say=quiet)
+    assert Path("model/tokenizer.json").read_text(encoding="utf-8") == "{}"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="kill -9")
+def test_killed_at_any_moment_it_goes_on_and_makes_the_same_bytes():
+    source = write_jsonl("in.jsonl", [story(i, 2000) for i in range(150)])
+    slow = ("import time, prepare; encode = prepare.encode; prepare.CHUNK = 50_000\n"
+            "def slowly(parts, tokenizer=None): time.sleep(0.02); return encode(parts, tokenizer)\n"
+            "prepare.encode = slowly\n"
+            "prepare.prepare('in.jsonl', {out!r}, 'auto', val_fraction=0.1, workers=2, shard_tokens=100_000)\n")
+    def start(out):
+        return subprocess.Popen([sys.executable, "-c", slow.format(out=out)], stdout=subprocess.PIPE, text=True,
+                                env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"})
+    whole = start("whole")
+    chunks = []
+    for shard in ("train-00002.bin", "train-00004.bin"):       # kill it twice, while it writes these
+        process = start("torn")
+        while not os.path.exists(f"torn/{shard}"):
+            assert process.poll() is None, "finished before it could be killed"
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() != 0 and not os.path.exists("torn/meta.json")
+        chunks.append(data.read_json("torn/unfinished.json")["chunks"])
+        with pytest.raises(UserError, match="torn is not finished"):
+            ensure("torn", say=quiet)
+    last = start("torn")
+    said = last.communicate()[0]
+    assert 0 < chunks[0] < chunks[1] and "going on with torn after" in said
+    assert whole.communicate() and whole.returncode == last.returncode == 0
+    assert contents("torn") == contents("whole")
+
+
+def test_killed_while_the_splits_are_balanced_it_starts_over():
+    Path("book.txt").write_text(story(0, 10_000), encoding="utf-8", newline="")
+    prepare("book.txt", "whole", "byte", say=quiet)
+    class Kill(BaseException):
+        pass
+    for step in range(1, 4):                                   # at the first, second, ... change of a file
+        with pytest.MonkeyPatch.context() as patch:
+            shorten, count = module.Shards.shorten, iter(range(100))
+            def dying(self, tokens):
+                if next(count) >= 2 + step:                    # two are restore()'s
+                    raise Kill
+                shorten(self, tokens)
+            patch.setattr(module.Shards, "shorten", dying)
+            patch.setattr(module.os, "replace", os.replace)
+            with pytest.raises(Kill):
+                prepare("book.txt", f"torn{step}", "byte", say=quiet)
+                raise Kill                                     # after the last change: nothing is left to tear
+        prepare("book.txt", f"torn{step}", "byte", say=quiet)
+        assert contents(f"torn{step}") == contents("whole")
+
+
+def test_two_processes_do_not_write_the_same_directory(monkeypatch):
+    source = write_jsonl("in.jsonl", [story(i) for i in range(50)])
+    encode, entered, said = module.encode, threading.Event(), []
+    def slowly(parts, tokenizer=None):
+        assert not entered.is_set(), "both are encoding"
+        entered.set()
+        time.sleep(0.5)
+        return encode(parts, tokenizer)
+    monkeypatch.setattr(module, "encode", slowly)
+    threads = [threading.Thread(target=prepare, args=(source, "out", "byte"), kwargs={"say": said.append}) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert any(line.startswith("waiting for another process") for line in said)
+    assert sorted(texts_of("out")) == sorted(story(i) for i in range(50))
+
+
+# ---- ensure: for the training scripts ------------------------------------------------------------------------
+def test_raw_text_is_prepared_once_and_a_corpus_is_left_alone():
+    source, said = write_jsonl("my.jsonl", [story(i) for i in range(30)]), []
+    path = ensure(source, "byte", say=said.append)
+    assert path.startswith(os.path.join("data", "my-")) and len(path) == len("data/my-") + 8
+    assert path in said[0] and sorted(texts_of(path)) == sorted(story(i) for i in range(30))
+    before = contents(path)
+    assert ensure(source, "byte", say=said.append) == path and contents(path) == before
+    assert ensure(path, say=quiet) == path
+    assert ensure(source, "byte", say=quiet, val_fraction=0.5) != path
+    write_jsonl("my.jsonl", [story(i) for i in range(31)])
+    assert ensure(source, "byte", say=quiet) != path
+
+
+def test_the_parts_of_a_mix_are_prepared_and_keep_their_weights():
+    a = write_jsonl("a.jsonl", [story(i) for i in range(30)])
+    prepare(write_jsonl("b.jsonl", [story(i) for i in range(30, 60)]), "b", "byte", say=quiet)
+    spec = ensure(f"{a}:3,b:1", "byte", say=quiet)
+    corpus = data.open_corpus(spec, 16)
+    assert corpus.quotas == (750, 250) and [source.path for source in corpus.sources] == [spec.split(":")[0], "b"]
+
+
+def test_a_missing_path_names_its_neighbours_and_the_command():
+    Path("stories.jsonl").touch()
+    with pytest.raises(UserError, match=r"data/x does not exist; python prepare.py --data=<text> --out_dir=data/x"):
+        ensure("data/x", say=quiet)
+    with pytest.raises(UserError, match=r"storys.jsonl does not exist \(near it: stories.jsonl\)"):
+        ensure("storys.jsonl", say=quiet)
+
+
+def test_the_built_in_corpus_is_ready_at_once_the_second_time(monkeypatch, capfd):
+    began = time.monotonic()
+    path = ensure("stdlib")
+    first = time.monotonic() - began
+    monkeypatch.setattr(module, "read_records", lambda *_: pytest.fail("read the text again"))
+    began = time.monotonic()
+    assert ensure("stdlib") == path
+    assert time.monotonic() - began < 0.1 and first < 30
+    corpus = data.open_corpus(path, 256)
+    corpus.check(100, 1)
+    assert 2048 <= corpus.vocab_size <= 8192 and 3 < corpus.unigram_entropy() < 8
+    assert "ETA" not in capfd.readouterr().err                 # no progress line into a pipe
+
+
+def ranks(world, *args, **kwargs):
+    """ensure() on `world` ranks, each a thread: [path or exception]."""
+    results = [None] * world
+    def call(rank):
+        try:
+            results[rank] = ensure(*args, rank=rank, world=world, say=quiet, **kwargs)
+        except BaseException as error:
+            results[rank] = error
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in reversed(range(world))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def test_one_rank_prepares_and_the_others_wait_for_it(monkeypatch):
+    source, encode, calls = write_jsonl("in.jsonl", [story(i) for i in range(30)]), module.encode, []
+    def slowly(parts, tokenizer=None):
+        calls.append(threading.current_thread())
+        time.sleep(0.7)
+        return encode(parts, tokenizer)
+    monkeypatch.setattr(module, "encode", slowly)
+    found = ranks(3, source, "byte")
+    assert found[0] == found[1] == found[2] and len(calls) == 1
+    assert os.path.exists(found[0] + "/meta.json") and os.listdir("data") == [os.path.basename(found[0])]
+
+
+def test_a_failure_of_rank_0_is_everybodys_at_once():
+    began = time.monotonic()
+    found = ranks(3, write_jsonl("in.jsonl", [""]), "byte")
+    assert {type(error) for error in found} == {UserError} and len({str(error) for error in found}) == 1
+    assert "holds no document" in str(found[0]) and time.monotonic() - began < 5
+
+
+def test_the_failure_of_an_earlier_run_is_not_believed(monkeypatch):
+    source = write_jsonl("in.jsonl", [story(i) for i in range(30)])
+    target = module.target(source, "byte", {key: getattr(module.Config, key) for key in module.OPTIONS})
+    os.makedirs("data")
+    for host in (module.platform.node(), "another-machine"):
+        data.write_json(target + ".note.json", {"host": host, "time": module.STARTED - 1, "error": "old trouble"})
+        late = threading.Timer(0.7, lambda: ensure(source, "byte", rank=0, world=2, say=quiet))
+        late.start()                                           # rank 1 looks first, and finds the old note
+        assert ensure(source, "byte", rank=1, world=2, say=quiet) == target
+        late.join()
+        for file in Path(target).iterdir():
+            file.unlink()
+        os.rmdir(target)
+    monkeypatch.setattr(module, "PATIENCE", 0.3)               # with no rank 0 to replace it, it counts in the end
+    data.write_json(target + ".note.json", {"host": "another-machine", "time": 0, "error": "new trouble"})
+    with pytest.raises(UserError, match="new trouble"):
+        ensure(source, "byte", rank=1, world=2, say=quiet)
+    os.remove(target + ".note.json")
+    with pytest.raises(UserError, match="on a disk that all machines share"):
+        ensure(source, "byte", rank=1, world=2, say=quiet)
+
+
+# ---- the command ---------------------------------------------------------------------------------------------
+def test_the_command_prepares_reports_and_exits_with_2_for_what_the_user_got_wrong():
+    write_jsonl("my.jsonl", [story(i) for i in range(30)])
+    def command(*flags):
+        return subprocess.run([sys.executable, str(REPO / "prepare.py"), *flags], capture_output=True, text=True)
+    good = command("--data=my.jsonl", "--tokenizer=byte", "--workers=2")
+    assert good.returncode == 0 and good.stderr == ""
+    assert "30 documents" in good.stdout and "bytes per token" in good.stdout
+    assert ensure("my.jsonl", "byte", say=quiet) in good.stdout          # the place where train.py looks
+    bad = command("--data=mine.jsonl")
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "near it: my.jsonl" in bad.stderr
