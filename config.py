@@ -6,8 +6,8 @@ Configuration: a script declares one dataclass; a field is a line of a config fi
     python train.py --tokens=100M --no-compile --help   sizes end in K, M, B, T; --no- turns a switch off
     train(data="my.jsonl", tokens="100M")               the same names and the same checks from Python
 
-A field is `name: type = default    # what it means`: the comment is the help text; a comment on a line of its
-own heads a group. What the user got wrong is a UserError, one sentence that says what to write instead.
+A field is `name: type = default    # what it means`: its comment is the help text, a comment on a line of
+its own heads a group. What the user got wrong is a UserError: one sentence that says what to write instead.
 """
 import ast
 import dataclasses
@@ -26,7 +26,7 @@ import sys
 import textwrap
 import tokenize
 import traceback
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -78,9 +78,9 @@ def parse_size(text: str) -> int:
     digits, unit = (text[:-1], SIZES[text[-1].lower()]) if text[-1:].lower() in SIZES else (text, 1)
     try:
         number = Decimal(digits) * unit
-        if number.adjusted() < 30 and number == int(number):     # 1e999999 in full would fill the memory
+        if number.adjusted() < 40 and number == int(number):     # 1e999999 in full would fill the memory
             return int(number)
-    except (InvalidOperation, ValueError, OverflowError):        # not a number, nan, inf
+    except (ArithmeticError, ValueError):                        # not a number, inf, nan
         pass
     raise UserError(f"{text!r} is not a whole number: write it like 20M, 1.5B, 750k, 524_288 or 1e9")
 
@@ -186,8 +186,8 @@ def load(Config, argv: list[str]):
             for key, value in read_file(Config, word).items():
                 values[key], given[key] = accept(Config, key, value, f"{word}: "), word
         else:
-            file = f"{word}.py" if os.path.isfile(f"{word}.py") else f"--key={word} or a config file"
-            raise UserError(f"{word!r} is neither a flag nor a config file: did you mean {file}?")
+            meant = f"--{word.lstrip('-')}" if "=" in word else f"{word}.py"
+            raise UserError(f"{word!r} is neither a flag nor a config file: did you mean {meant}?")
     return build(Config, values, given, files)
 
 

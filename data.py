@@ -54,8 +54,8 @@ def permute(positions, n: int, *seeds: int):
     """
     What stands at `positions` (integers in [0, n)) when [0, n) is shuffled by `seeds`: int64, O(1) memory.
 
-    A Feistel network on the smallest square of side x side cells that holds [0, n): each round adds a hash of
-    the right half to the left half and swaps them, which can always be undone, so nothing collides. The few
+    A Feistel network on the smallest square of side x side cells that holds [0, n): each round adds a hash
+    of the right half to the left half and swaps them, which can be undone, so nothing collides. The few
     results that fall into the square but not into [0, n) go round again until they do (cycle walking).
     """
     side = math.isqrt(n - 1) + 1
@@ -79,7 +79,7 @@ class Stream:
 
     def __init__(self, shards: list[tuple[str, int]], dtype):
         self.paths = [path for path, tokens in shards if tokens]
-        self.starts = np.cumsum([0] + [tokens for _, tokens in shards if tokens])     # the last is the length
+        self.starts = np.cumsum([0] + [tokens for _, tokens in shards if tokens])     # last: the length
         # A large corpus has more shards than a process may hold files open: keep the recent ones mapped.
         self.shard = functools.lru_cache(maxsize=256)(
             lambda index: np.memmap(self.paths[index], dtype, mode="r"))
@@ -137,8 +137,8 @@ class Source:
             size = os.path.getsize(file) if os.path.isfile(file) else 0
             wanted = shard["tokens"] * dtype.itemsize
             if size != wanted:
-                raise UserError(f"{file} has {size:,} bytes where meta.json says {wanted:,}: copy it again, or "
-                                f"delete {self.path} and prepare it again")
+                raise UserError(f"{file} has {size:,} bytes where meta.json says {wanted:,}: copy it again, "
+                                f"or delete {self.path} and prepare it again")
             if shard["largest_id"] >= self.vocab_size:
                 raise UserError(f"{file} holds the id {shard['largest_id']}, outside its vocabulary of "
                                 f"{self.vocab_size}: prepare {self.path} again")
@@ -160,8 +160,8 @@ class Source:
         from tokenizer import load_tokenizer
         tokenizer = load_tokenizer(self.path)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
-            raise UserError(f"{self.path}/tokenizer.json is not the tokenizer that this corpus was made with: its "
-                            f"fingerprint is {tokenizer.fingerprint}, not {self.tokenizer_fingerprint}")
+            raise UserError(f"{self.path}/tokenizer.json is not the tokenizer that this corpus was made "
+                            f"with: its fingerprint is {tokenizer.fingerprint}, not {self.tokenizer_fingerprint}")
         return tokenizer
 
 
@@ -222,7 +222,7 @@ def write_json(path: str, value) -> None:
 
 # ---- the corpus -------------------------------------------------------------------------------------------
 def mix_of(spec: str) -> list[tuple[str, float]]:
-    """"a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. A path alone has weight 1, with or without a colon or a comma."""
+    """"a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. A path alone has weight 1, whatever it is spelled like."""
     if os.path.exists(spec) or ("," not in spec and weight_of(spec)[1] is None):
         return [(spec, 1.0)]
     parts = [weight_of(part.strip()) for part in spec.split(",")]
@@ -243,7 +243,7 @@ def weight_of(part: str) -> tuple[str, float | None]:
 
 
 def open_corpus(spec: str, sequence_length: int, seed: int = 0) -> "Corpus":
-    """The corpus directory, or the mix of them, that `spec` names. UserError: missing, damaged, unmixable."""
+    """The corpus directory, or the mix of them, that `spec` names. UserError: missing, damaged."""
     mix = mix_of(spec)
     return Corpus([Source(path) for path, _ in mix], [weight for _, weight in mix], sequence_length, seed)
 
@@ -253,7 +253,7 @@ BLOCK = 1000                   # samples; each block holds every source of a mix
 
 @functools.lru_cache(maxsize=8)
 def mixed_block(quotas: tuple, seed: int, block: int):
-    """For the samples of a block: the source of each, and how many of that source came before it in the run."""
+    """For the samples of a block: the source of each, and how many of that source came before in the run."""
     slots = permute(np.arange(BLOCK), BLOCK, seed, 1, block)
     which = np.searchsorted(np.cumsum(quotas), slots, side="right")
     number = np.empty(BLOCK, np.int64)
@@ -282,18 +282,20 @@ class Corpus:
         first = self.sources[0]
         for source, quota in zip(self.sources, self.quotas):
             if quota == 0:
-                raise UserError(f"{source.path} has less than 1/{BLOCK} of the weight: raise it or leave it out")
+                raise UserError(f"{source.path} has less than 1/{BLOCK} of the weight: raise it, or "
+                                f"leave it out")
             if (source.eos_id is None) != (first.eos_id is None):
-                raise UserError(f"{first.path} and {source.path} cannot be mixed: bare .bin files do not say "
-                                f"which tokenizer made them; prepare both from text")
+                raise UserError(f"{first.path} and {source.path} cannot be mixed: bare .bin files do not "
+                                f"say which tokenizer made them; prepare both from text")
             if source.eos_id != first.eos_id:
                 raise UserError(f"{first.path} ends documents with the id {first.eos_id}, {source.path} "
                                 f"with {source.eos_id}: prepare both with the same tokenizer")
         if len({source.tokenizer_fingerprint for source in self.sources}) > 1:
             for source in self.sources:
                 if not self.tokenizer.contains(source.tokenizer):
-                    raise UserError(f"{source.path} was made with another tokenizer ({source.tokenizer.name}) "
-                                    f"than the rest ({self.tokenizer.name}): prepare all with the same one")
+                    raise UserError(f"{source.path} was made with another tokenizer "
+                                    f"({source.tokenizer.name}) than the rest ({self.tokenizer.name}): prepare "
+                                    f"all with the same one")
 
     @functools.cached_property
     def tokenizer(self):
@@ -320,16 +322,17 @@ class Corpus:
             for split, tokens, used in (("training", len(source.train), required > 0),
                                         ("validation", len(source.val), len(source.val) > 0)):
                 if used and tokens <= T:
-                    raise UserError(f"{too_small}: the {split} split of {source.path} has {tokens:,} tokens, one "
-                                    f"window of sequence_length={T} needs {T + 1:,}. Tokenize more data, or lower "
-                                    f"sequence_length.")
+                    raise UserError(f"{too_small}: the {split} split of {source.path} has {tokens:,} "
+                                    f"tokens, one window of sequence_length={T} needs {T + 1:,}. Tokenize more "
+                                    f"data, or lower sequence_length.")
             available = required if max_epochs is None else max_epochs * self.windows_of[index]
             if required > available:
                 of = f" of {source.path}" if len(self.sources) > 1 else ""
                 max_steps = max_steps or needed_samples // global_batch_size
-                raise UserError(f"{too_small}: available-samples{of}={available}, required-samples={required} "
-                                f"(max_steps={max_steps} x global_batch_size={global_batch_size}). Tokenize more "
-                                f"data, or lower max_steps or global_batch_size.")
+                raise UserError(f"{too_small}: available-samples{of}={available}, "
+                                f"required-samples={required} (max_steps={max_steps} x global_batch_size="
+                                f"{global_batch_size}). Tokenize more data, or lower max_steps or "
+                                f"global_batch_size.")
 
     # ---- training ----
     def locate(self, samples):
@@ -352,8 +355,9 @@ class Corpus:
     def step(self, samples: int, micro_batch_size: int, accumulation: int, rank: int, replicas: int
              ) -> Iterator[torch.Tensor]:
         """
-        One replica's rows for the optimizer step that begins after `samples` samples: `accumulation` LongTensors
-        [micro_batch_size, T+1]. All replicas together see samples ... samples + G - 1, G the global batch.
+        One replica's rows for the optimizer step that begins after `samples` samples: LongTensors
+        [micro_batch_size, T+1], `accumulation` of them. All replicas together see samples ... samples+G-1, G
+        being the global batch.
         """
         T = self.sequence_length
         for k in range(accumulation):
@@ -366,9 +370,10 @@ class Corpus:
     def evaluation(self, micro_batch_size: int, rank: int, replicas: int, eval_tokens: int | None = None
                    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """
-        (ids, labels), LongTensors [micro_batch_size, T], of the validation split. Over all replicas, every token
-        but the first of each source is a label exactly once; -100 fills up the last rows, so that every replica
-        yields as many batches. `eval_tokens`: about so many, in evenly spaced windows that are always the same.
+        (ids, labels), LongTensors [micro_batch_size, T], of the validation split. Over all replicas, every
+        token but the first of each source is a label exactly once; -100 fills up the last rows, so that
+        every replica yields as many batches. `eval_tokens`: about so many, in evenly spaced windows, always the
+        same ones.
         """
         T = self.sequence_length
         ends = np.cumsum([-(-max(0, len(source.val) - 1) // T) for source in self.sources])
@@ -398,7 +403,7 @@ def largest_remainder(weights: list[float], total: int) -> tuple[int, ...]:
 
 
 def documents(ids: torch.Tensor, eos_id: int) -> torch.Tensor:
-    """The number of each token's document, for ids [B, T], from 0 in each row; eos is its document's last token."""
+    """The document of each token of ids [B, T], numbered from 0 in each row; eos is its document's last."""
     ends = (ids == eos_id).long()
     return ends.cumsum(1) - ends
 
@@ -410,9 +415,10 @@ NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-pac
 
 def read_records(source: str, document_separator: str | None = None) -> "Records":
     """
-    The records (dicts) of a .txt, .md or .jsonl file, of a directory of them (recursive, sorted, hidden files
-    skipped), or of "stdlib", the sources of the running Python. A text file is one record {"text": ...}, or one
-    between each two separators; a line of jsonl is one. What cannot be read is left out and counted.
+    The records (dicts) of a .txt, .md or .jsonl file, of a directory of them (recursive, sorted, hidden
+    files skipped), or of "stdlib", the sources of the running Python. A text file is one record
+    {"text": ...}, or one between each two separators; a line of jsonl is one. What cannot be read is left
+    out and counted.
     """
     return Records(source, document_separator)
 
@@ -420,7 +426,7 @@ def read_records(source: str, document_separator: str | None = None) -> "Records
 class Records:
     """
     Iterable, as often as needed. Meanwhile and afterwards: `bytes_read` (of `total_bytes`); `left_out` and
-    `noted`, how many by reason; `example`, where a reason was first met; `where`, the place of the record at hand.
+    `noted`, how many by reason; `example`, where a reason was first met; `where`, the place of the record.
     """
 
     def __init__(self, source: str, document_separator: str | None):
@@ -540,4 +546,5 @@ def nearest(path: str) -> str:
     while not os.path.isdir(folder):
         path, folder = folder, os.path.dirname(folder) or "."
     names = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
-    return f" (near it: {', '.join(os.path.normpath(f'{folder}/{name}') for name in names)})" if names else ""
+    near = ", ".join(os.path.normpath(os.path.join(folder, name)) for name in names)
+    return f" (near it: {near})" if near else ""

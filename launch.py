@@ -72,7 +72,7 @@ def environment() -> Environment:
     return Environment(int(get("SLURM_PROCID")), world, int(get("SLURM_LOCALID")),
                        tasks_per_node(get("SLURM_STEP_TASKS_PER_NODE") or str(world))[node], "srun",
                        node, int(get("SLURM_STEP_NUM_NODES", 1)), get("MASTER_ADDR") or first_host(hosts),
-                       int(get("MASTER_PORT") or 15000 + (16 * job + step) % 16000))    # below the ephemeral ones
+                       int(get("MASTER_PORT") or 15000 + (16 * job + step) % 16000))
 
 
 def first_host(nodelist: str) -> str:
@@ -154,8 +154,8 @@ def start(cfg) -> "Run":
 
 
 def share_cores(env: Environment) -> None:
-    """The ranks of a machine share its cores, unless the user has set OMP_NUM_THREADS (torchrun's 1 aside)."""
-    asked = os.environ.get("OMP_NUM_THREADS")
+    """The ranks of a machine share its cores, unless the user has set OMP_NUM_THREADS."""
+    asked = os.environ.get("OMP_NUM_THREADS")          # torchrun sets it to 1 where it is not set
     if asked is None or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         cores = available_cores()
         if env.launcher == "srun":                     # which may have bound each task to its share already
@@ -181,10 +181,11 @@ def meeting_point(address, port, rank, world, timeout) -> dist.TCPStore:
 def join(env: Environment, device: torch.device, timeout: float) -> None:
     # NCCL's watchdog ends a rank that hangs in a collective; on gloo the rank itself gets an error
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout)))
-    # The store outlives a group, and on one node an attempt of torchrun's (--max-restarts): dead addresses stay in
-    # it. Nodes count attempts differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each its own store.
+    # The store outlives a group, and an attempt of torchrun's (--max-restarts): dead addresses stay in it.
+    # Nodes count attempts differently: several need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, a store for each.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if env.local_world == env.world else ""
-    store = dist.PrefixStore(f"{attempt}.{next(starts)}", meeting_point(env.address, env.port, env.rank, env.world, timeout))
+    store = meeting_point(env.address, env.port, env.rank, env.world, timeout)
+    store = dist.PrefixStore(f"{attempt}.{next(starts)}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world,
                             timeout=timedelta(seconds=timeout))
@@ -287,7 +288,7 @@ class Run:
     def catch_signals(self) -> None:
         """SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at the next step boundary; Ctrl-C once more quits."""
         def ask(number, frame):
-            # one Ctrl-C reaches a rank of torchrun twice, from the terminal and from torchrun: hence the second
+            # under torchrun one Ctrl-C arrives twice, from the terminal and from torchrun: hence the second
             if number == signal.SIGINT and self.stop_signal and time.monotonic() - self.stop_time > 1:
                 raise KeyboardInterrupt
             if not self.stop_signal:

@@ -42,7 +42,7 @@ class Log:
         self.main, self.max_steps, self.start_step = run.main, max_steps, start_step
         self.losses: list[tuple[int, float]] = []      # (step, loss) of the log lines, on every rank
         self.sinks, self.wandb_id = [], wandb_id       # [(name, send(step, values), close())]
-        self.bar, self.began = "", None                # what a terminal shows; (time, step) of the first line
+        self.bar, self.began = "", None                # what a terminal shows; (time, step) at its start
         if not self.main:
             return
         self.image = os.path.join(cfg.out_dir, "loss.png")

@@ -2,6 +2,7 @@
 How many bytes a training step takes on one device, by kind, and from that the batch: how many sequences per forward, how
 many forwards per optimizer step.
 """
+import os
 from dataclasses import dataclass
 
 import torch
@@ -17,41 +18,47 @@ CPU_TOKENS = 4096      # per forward on a CPU; more is slower there (the activat
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
-def saved_per_token(cfg: ModelConfig, recompute: str, bytes_each: int) -> int:
+def kept_by_a_layer(cfg: ModelConfig, width: int, recompute: str = "none") -> int:
     """
-    Bytes that the backward of one layer keeps per token. Linear layers keep their input, norms their input, attention its
-    queries, keys, values and output, SwiGLU its two factors, the activated gate and the product.
+    Bytes per token that one layer keeps for its backward pass; `width` = bytes of the dtype of the products. Norms work in
+    fp32 and keep their input and its normalised form; linear layers keep their input; attention its queries, keys, values,
+    output and log-sum-exps; SwiGLU both factors, the activated gate and the product.
     """
-    D, I = cfg.hidden_size, cfg.intermediate_size
-    HK, GK = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-    full = 4                                                   # the residual stream and what norms keep stay in fp32
-    if recompute == "layer":
-        return D * full
-    norms = D * full + D * bytes_each                          # input of the norm, its output for the projections
-    per_head_norms = (HK + GK) * bytes_each if cfg.model_type == "qwen3" else 0
-    attention = per_head_norms + (HK + 2 * GK) * bytes_each + HK * bytes_each + cfg.num_attention_heads * 4
-    mlp = 4 * I * bytes_each
-    return (D * full if recompute == "attention" else norms + attention) + norms + mlp
+    D, I, H, G = cfg.hidden_size, cfg.intermediate_size, cfg.num_attention_heads, cfg.num_key_value_heads
+    HK, GK = H * cfg.head_dim, G * cfg.head_dim
+    norm = D * (4 + 4 + width) + 4
+    head_norms = (HK + GK) * (4 + 4) + (H + G) * 4 if cfg.model_type == "qwen3" else 0
+    attention = norm + head_norms + 2 * (HK + GK) * width + H * 4
+    mlp = norm + 4 * I * width
+    return {"none": attention + mlp, "attention": D * 4 + mlp, "layer": D * 4}[recompute]
+
+
+def kept_after_the_layers(cfg: ModelConfig, width: int) -> int:
+    """Bytes per token: the final norm, and the gradient that the loss makes in its forward pass."""
+    return cfg.hidden_size * (4 + 4 + width) + 4
 
 
 def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype, optimizer: str,
              recompute: str = "none") -> dict[str, int]:
-    """Bytes on one device at the peak of a step: {"parameters", "gradients", "optimizer", "activations", "logits"}."""
+    """
+    Bytes on one device at the peak of a step, by kind. Weights, gradients and moments are fp32; `copies` are autocast's
+    weights in `dtype`; `logits` a chunk of them with its softmax, and the gradient of the head that the loss makes.
+    """
     with torch.device("meta"):
         named = dict(Model(cfg).named_parameters())
     count = sum(p.numel() for p in named.values())
     muon = sum(p.numel() for n, p in named.items() if optimizer == "muon" and optim.is_muon(n, p))
+    products = sum(p.numel() for n, p in named.items() if p.ndim == 2)
     tokens, width = micro_batch_size * sequence_length, dtype.itemsize
-    low_precision = 0 if dtype == torch.float32 else width * (count - muon if optimizer == "adamw" else count)
-    head = cfg.vocab_size * cfg.hidden_size * 4
+    kept, whole = kept_by_a_layer(cfg, width, recompute), kept_by_a_layer(cfg, width)
     return {
         "parameters": count * 4,
         "gradients": count * 4,
         "optimizer": (count - muon) * 8 + muon * 4,
-        "activations": cfg.num_hidden_layers * tokens * saved_per_token(cfg, recompute, width)
-                       + tokens * cfg.hidden_size * (4 + 4 + width)      # final norm, its output, the gradient of the loss
-                       + low_precision,                                  # autocast keeps one copy of every weight
-        "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + head,    # a chunk, its error, and the head's gradient
+        "activations": tokens * (cfg.num_hidden_layers * kept + kept_after_the_layers(cfg, width)
+                                 + (whole - kept)),                       # the layer that is being recomputed
+        "copies": products * width if dtype != torch.float32 else 0,
+        "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + cfg.vocab_size * cfg.hidden_size * 4,
     }
 
 
@@ -62,7 +69,6 @@ def device_memory(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     try:
-        import os
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):              # Windows has no sysconf
         return 8 * 2**30

@@ -127,7 +127,14 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        # cast once here, or autocast would make a copy for each of the linear layers that follow
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(compute_dtype(x))
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """What matrix products run in: autocast's dtype, without autocast x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class Attention(nn.Module):
@@ -155,7 +162,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), *rope).to(v.dtype), rotate(k.transpose(1, 2), *rope).to(v.dtype)
+        q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         mask = masks["sliding" if self.sliding else "full"]              # None: plain causal, or one query that sees all
@@ -294,8 +301,7 @@ class Model(nn.Module):
         x = self.model.embed_tokens(ids)
         angles = positions[:, None, :, None].float() * self.rope_inverse          # [B or 1, 1, T, K/2]
         angles = torch.cat((angles, angles), dim=-1)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        rope = ((angles.cos() * self.rope_factor).to(dtype), (angles.sin() * self.rope_factor).to(dtype))
+        rope = tuple((wave * self.rope_factor).to(compute_dtype(x)) for wave in (angles.cos(), angles.sin()))
         masks = self.masks(T, documents, cache)
         for layer in self.model.layers:
             x = layer(x, rope, masks, cache)

@@ -88,7 +88,7 @@ OWN_PATTERN = "smollm"
 # digit (minified files have little else). Python's \S is narrower than tiktoken's, which only makes us cut
 # more rarely.
 PART = 1 << 16         # characters; a part ends at the first cut from here on
-LONGEST = 1 << 18      # a longer part (there is no cut in it) is split by `regex`: slower, without that limit
+LONGEST = 1 << 18      # a longer part (no cut was found) is split by `regex`: slower, without that limit
 _CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z0-9])(?=[\"(),:;<>=\[\]{}])")
 
 
@@ -218,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the table id -> bytes (special tokens as spelled): equal when every id means the same."""
+        """A hash of the table id -> bytes (special tokens as spelled): equal when all ids mean the same."""
         digest = hashlib.sha256()
         for i, token in enumerate(self._table):
             if token is not None:
@@ -576,16 +576,7 @@ def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[i
     filtered out when its turn comes. Counts only fall, so the queue may hold older, higher ones; they are
     put right when they come up.
     """
-    encoded = [word.encode() for word in words]
-    lengths = np.array([len(word) for word in encoded], np.int64)
-    end = int(lengths.sum())
-    order = np.argsort(np.array(BYTE_ORDER))                               # byte -> symbol
-    symbol = np.append(order[np.frombuffer(b"".join(encoded), np.uint8)], -1)
-    weight = np.append(np.repeat(np.fromiter(words.values(), np.int64, len(words)), lengths), 0)
-    after, before = np.append(np.arange(1, end + 1), end), np.arange(-1, end)
-    last = np.cumsum(lengths) - 1
-    after[last], before[last - lengths + 1] = end, end
-
+    symbol, weight, after, before = _lay_out(words)
     first = np.flatnonzero((symbol >= 0) & (symbol[after] >= 0))
     counts, places = {}, {}
     for pair, count, where in _by_pair(_pair(symbol[first], symbol[after[first]]), first, weight):
@@ -628,6 +619,20 @@ def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[i
             counts[key], places[key] = found, where
             heapq.heappush(queue, (-found, key))
     return merges
+
+
+def _lay_out(words: Counter[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """symbol, weight (how often its word occurs), after and before of every byte; one more symbol, -1, is `end`."""
+    encoded = [word.encode() for word in words]
+    lengths = np.array([len(word) for word in encoded], np.int64)
+    end = int(lengths.sum())
+    order = np.argsort(np.array(BYTE_ORDER))                               # byte -> symbol
+    symbol = np.append(order[np.frombuffer(b"".join(encoded), np.uint8)], -1)
+    weight = np.append(np.repeat(np.fromiter(words.values(), np.int64, len(words)), lengths), 0)
+    after, before = np.append(np.arange(1, end + 1), end), np.arange(-1, end)
+    last = np.cumsum(lengths) - 1
+    after[last], before[last - lengths + 1] = end, end
+    return symbol, weight, after, before
 
 
 def _pair(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:

