@@ -237,7 +237,7 @@ def read_file(Config, path) -> dict:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__)
                   if os.path.abspath(frame.filename).startswith(ours) and frame.filename != __file__]
         where = f"{short(frames[-1].filename)}, line {frames[-1].lineno}" if frames else path
-        raise UserError(f"{where}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{where}: {type(error).__name__}: {' '.join(str(error).split())}") from None
     finally:
         sys.path.remove(HERE)
     own = {key for key, value in found.items() if key.startswith("_") or inspect.ismodule(value)

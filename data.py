@@ -161,7 +161,8 @@ class Source:
         tokenizer = load_tokenizer(self.path)
         if tokenizer.fingerprint != self.tokenizer_fingerprint:
             raise UserError(f"{self.path}/tokenizer.json is not the tokenizer that this corpus was made "
-                            f"with: its fingerprint is {tokenizer.fingerprint}, not {self.tokenizer_fingerprint}")
+                            f"with: its fingerprint is {tokenizer.fingerprint} instead of "
+                            f"{self.tokenizer_fingerprint}")
         return tokenizer
 
 
@@ -294,8 +295,8 @@ class Corpus:
             for source in self.sources:
                 if not self.tokenizer.contains(source.tokenizer):
                     raise UserError(f"{source.path} was made with another tokenizer "
-                                    f"({source.tokenizer.name}) than the rest ({self.tokenizer.name}): prepare "
-                                    f"all with the same one")
+                                    f"({source.tokenizer.name}) than the rest ({self.tokenizer.name}): "
+                                    f"prepare all with the same one")
 
     @functools.cached_property
     def tokenizer(self):
@@ -323,8 +324,8 @@ class Corpus:
                                         ("validation", len(source.val), len(source.val) > 0)):
                 if used and tokens <= T:
                     raise UserError(f"{too_small}: the {split} split of {source.path} has {tokens:,} "
-                                    f"tokens, one window of sequence_length={T} needs {T + 1:,}. Tokenize more "
-                                    f"data, or lower sequence_length.")
+                                    f"tokens, one window of sequence_length={T} needs {T + 1:,}. Tokenize "
+                                    f"more data, or lower sequence_length.")
             available = required if max_epochs is None else max_epochs * self.windows_of[index]
             if required > available:
                 of = f" of {source.path}" if len(self.sources) > 1 else ""
@@ -372,8 +373,8 @@ class Corpus:
         """
         (ids, labels), LongTensors [micro_batch_size, T], of the validation split. Over all replicas, every
         token but the first of each source is a label exactly once; -100 fills up the last rows, so that
-        every replica yields as many batches. `eval_tokens`: about so many, in evenly spaced windows, always the
-        same ones.
+        every replica yields as many batches. `eval_tokens`: about so many, in evenly spaced windows that are
+        always the same.
         """
         T = self.sequence_length
         ends = np.cumsum([-(-max(0, len(source.val) - 1) // T) for source in self.sources])

@@ -331,6 +331,27 @@ class Run:
         self.joined, self.handlers, self.hooks = False, {}, ()
 
 
+@contextlib.contextmanager
+def visiting():
+    """
+    Around a call from a program of the user's: its signal handlers and exception hooks come back, also when the call fails
+    (in a notebook Ctrl-C must interrupt again). Only where peers wait for this rank, a failure keeps the hooks that end it.
+    """
+    hooks, mine = (sys.excepthook, threading.excepthook), threading.current_thread() is threading.main_thread()
+    numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if name in signal.Signals.__members__]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    except BaseException:
+        if environment().world > 1:
+            raise
+        sys.excepthook, threading.excepthook = hooks
+        raise
+    finally:
+        for number, handler in handlers.items() if mine else ():
+            signal.signal(number, handler)
+
+
 def out_of_memory(error) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True                                    # CUDA; MPS and the CPU have no class for it

@@ -141,6 +141,7 @@ class Texts:
             if raw is not None:
                 self.documents, self.bytes = self.documents + 1, self.bytes + len(raw)
                 place = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
+                del raw                              # a long document is enough once
                 yield record[self.text_key], place < self.val_fraction
 
     def check(self, record: dict) -> bytes | None:
@@ -170,17 +171,20 @@ def chunks(texts: Texts, tokenizer: Tokenizer) -> Iterator[tuple[list, int]]:
     what a worker encodes at a time, about CHUNK characters. Long documents are cut where their ids cannot
     change, so that one large file keeps every worker busy.
     """
-    chunk, characters = [], 0
+    chunk, characters, before = [], 0, 0
     for text, val in texts:
+        read = texts.records.bytes_read - before     # by this document
         if tokenizer.normalize(text) != text:
             texts.records.note("changed by the tokenizer's normalisation")
-        parts = list(_parts(text))
-        for number, part in enumerate(parts, 1):
-            chunk.append((part, val, number == len(parts)))
+        left = len(text)
+        for part in _parts(text):
+            left -= len(part)
+            chunk.append((part, val, left == 0))
             characters += len(part) + 1
             if characters >= CHUNK:
-                yield chunk, texts.records.bytes_read
+                yield chunk, before + read * (len(text) - left) // len(text)
                 chunk, characters = [], 0
+        before += read
     yield chunk, texts.records.bytes_read
 
 
@@ -259,7 +263,7 @@ def encode_all(texts: Texts, tokenizer, splits: list, out_dir: str, journal: dic
 
 
 class Shards:
-    """The token files of a split while they are written: <name>-00000.bin, ... of shard_tokens tokens each."""
+    """The token files of a split while they are written: <name>-00000.bin, ..., of shard_tokens each."""
 
     def __init__(self, out_dir: str, name: str, tokenizer, shard_tokens: int):
         self.out_dir, self.name, self.shard_tokens = out_dir, name, shard_tokens
@@ -498,7 +502,7 @@ class Progress:
         now = time.monotonic()
         if self.first is None:                       # a resumed run has read on to here in no time
             self.first, self.began = read, now
-        elif self.terminal and now - self.shown > 0.2:
+        elif self.terminal and now - self.shown > 0.2 and now - self.began > 0.5:
             rate = (read - self.first) / (now - self.began)
             minutes, seconds = divmod(int((self.total - read) / max(1, rate)), 60)
             line = (f"{read / self.total:4.0%} of {self.total / 1e6:,.1f} MB | {rate / 1e6:.1f} MB/s | "
@@ -520,7 +524,7 @@ def tally(records: Records, counts: dict) -> str:
 def summary(out_dir: str, meta: dict, records: Records, seconds: float) -> str:
     per_token = meta["bytes"] / max(1, meta["tokens"] - meta["documents"])
     lines = [f"{out_dir}: {meta['documents']:,} documents, {meta['bytes']:,} bytes, {meta['tokens']:,} "
-             f"tokens ({per_token:.2f} bytes per token, vocabulary {meta['vocab_size']:,}) in {seconds:.1f} s"]
+             f"tokens ({per_token:.2f} bytes per token, vocabulary {meta['vocab_size']:,}), {seconds:.1f} s"]
     for name in ("train", "val"):
         split = meta[name]
         lines.append(f"  {name:5}  {split['tokens']:,} tokens, {split['documents']:,} documents, "
@@ -537,8 +541,9 @@ def ensure(data: str, tokenizer="auto", rank: int = 0, world: int = 1, say: Call
            **options) -> str:
     """
     `data` with every raw part ("stdlib", a file, a directory of text) replaced by its corpus in
-    data/<name>-<key>, which is prepared when it is missing: by rank 0, while the others wait. Every rank calls
-    this, before the process group exists (preparing may take longer than its timeout). `options`: prepare()'s.
+    data/<name>-<key>, which is prepared when it is missing: by rank 0, while the others wait. Every rank
+    calls this, before the process group exists (preparing may take longer than its timeout). `options` are
+    prepare()'s.
     """
     say = say if rank == 0 else lambda text: None
     mix = [(corpus_of(path, tokenizer, rank, world, say, options), weight) for path, weight in mix_of(data)]
@@ -600,8 +605,8 @@ def wait_for(out_dir: str, path: str):
                 raise UserError(note["error"])
         if note is None and waited > 2 * PATIENCE and not os.path.isdir(out_dir):
             raise UserError(f"rank 0 prepares {out_dir}, but {platform.node()} sees nothing of it after "
-                            f"{waited:.0f} s: start on a disk that all machines share, or prepare the corpus "
-                            f"on each of them first")
+                            f"{waited:.0f} s: start on a disk that all machines share, or prepare the "
+                            f"corpus on each of them first")
         time.sleep(0.1)
 
 

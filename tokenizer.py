@@ -622,7 +622,7 @@ def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[i
 
 
 def _lay_out(words: Counter[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """symbol, weight (how often its word occurs), after and before of every byte; one more symbol, -1, is `end`."""
+    """symbol, weight (how often its word occurs), after, before: one of each per byte, and -1 as `end`."""
     encoded = [word.encode() for word in words]
     lengths = np.array([len(word) for word in encoded], np.int64)
     end = int(lengths.sum())

@@ -33,7 +33,7 @@ def run_ranks(fn, world, *args, timeout=120, group=False, env=None) -> list:
         variables = [{
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {})} for rank in range(world)]
+            "OMP_NUM_THREADS": "1", **(env or {})} for rank in range(world)]
         ranks = [fork.Process(target=_rank, args=(fn, args, variables[rank], folder, group, timeout))
                  for rank in range(world)]
         for process in ranks:
@@ -44,7 +44,7 @@ def run_ranks(fn, world, *args, timeout=120, group=False, env=None) -> list:
             for rank, process in enumerate(ranks):
                 if process.exitcode:
                     died.setdefault(rank, time.monotonic())
-            if time.monotonic() > (min(died.values()) + 5 if died else deadline):    # the others may follow
+            if time.monotonic() > (min(died.values()) + 3 if died else deadline):    # the others may follow
                 break
         stuck = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for process in ranks:

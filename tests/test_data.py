@@ -1,4 +1,4 @@
-"""data.py: which windows an optimizer step sees, what evaluation reads, which corpora are refused, what records hold."""
+"""data.py: what a step sees, what evaluation reads, what is refused, what records hold."""
 import io
 import json
 import math
@@ -45,7 +45,7 @@ def seen(corpus, samples, G, replicas, accumulation):
             for r in range(replicas)]
 
 
-# ---- the order -----------------------------------------------------------------------------------------------
+# ---- the order --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 1000, 4097])
 def test_permutation_reaches_every_position_once(n):
     assert sorted(data.permute(np.arange(n), n, 0, 5)) == list(range(n))
@@ -106,7 +106,7 @@ def test_windows_cross_shards_and_predict_every_token_once(tmp_path):
     assert torch.equal(rows[np.argsort(order), :-1].flatten(), torch.from_numpy(ids[:-1]))
 
 
-# ---- mixes ---------------------------------------------------------------------------------------------------
+# ---- mixes ------------------------------------------------------------------------------------------------
 def test_a_mix_keeps_its_weights_in_every_block_and_each_source_its_epochs(tmp_path):
     a = write_corpus(tmp_path / "a", counting(90 * T + 1))
     b = write_corpus(tmp_path / "b", counting(200 * T + 1))
@@ -117,7 +117,7 @@ def test_a_mix_keeps_its_weights_in_every_block_and_each_source_its_epochs(tmp_p
     for source, available in ((0, 90), (1, 200)):
         own = windows[which == source]
         assert sorted(own[:available]) == list(range(available))
-    shuffled = np.random.default_rng(0).permutation(3000)      # a sample's window does not depend on who asks
+    shuffled = np.random.default_rng(0).permutation(3000)      # no matter who asks, and when
     assert (corpus.locate(shuffled)[1] == windows[shuffled]).all()
     assert corpus.fingerprint != data.open_corpus(f"{a}:0.5,{b}:0.5", T).fingerprint
 
@@ -147,7 +147,7 @@ def test_bare_files_do_not_mix_with_corpora_that_know_their_tokenizer(tmp_path):
         data.open_corpus(f"{a}:1,{tmp_path / 'b'}:1", T)
 
 
-# ---- evaluation ----------------------------------------------------------------------------------------------
+# ---- evaluation -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("val_tokens", [2, 8, 9, 10, 123])
 def test_every_validation_token_is_a_label_exactly_once(tmp_path, val_tokens):
     val = np.arange(val_tokens)
@@ -159,7 +159,7 @@ def test_every_validation_token_is_a_label_exactly_once(tmp_path, val_tokens):
             labels = torch.cat([labels for own in batches for _, labels in own])
             ids = torch.cat([ids for own in batches for ids, _ in own])
             assert labels.shape[1] == T and sorted(labels[labels >= 0].tolist()) == val[1:].tolist()
-            assert torch.equal(ids[labels >= 0] + 1, labels[labels >= 0])       # shifted by one, here and nowhere else
+            assert torch.equal(ids[labels >= 0] + 1, labels[labels >= 0])       # shifted here, by one
 
 
 def test_evaluation_of_a_mix_reads_each_validation_split(tmp_path):
@@ -173,8 +173,9 @@ def test_evaluation_of_a_mix_reads_each_validation_split(tmp_path):
 def test_eval_tokens_is_a_fixed_evenly_spaced_part(tmp_path):
     corpus = data.open_corpus(write_corpus(tmp_path / "c", counting(T + 1), counting(100 * T + 1)), T)
     def windows(replicas):
-        return sorted(ids[row, 0].item() for r in range(replicas) for ids, labels in corpus.evaluation(2, r, replicas, 80)
-                      for row in range(2) if labels[row, 0] >= 0)
+        batches = [batch for r in range(replicas) for batch in corpus.evaluation(2, r, replicas, 80)]
+        return sorted(ids[k, 0].item() for ids, labels in batches for k in range(2) if labels[k, 0] >= 0)
+
     assert windows(1) == windows(3) == list(range(0, 100, 10))
 
 
@@ -184,7 +185,7 @@ def test_a_corpus_without_validation_has_nothing_to_evaluate(tmp_path):
     assert corpus.val_tokens == 0 and list(corpus.evaluation(2, 0, 1)) == []
 
 
-# ---- what a corpus says of itself ----------------------------------------------------------------------------
+# ---- what a corpus says of itself -------------------------------------------------------------------------
 def test_tokenizer_vocabulary_and_end_of_text_come_with_the_corpus(tmp_path):
     path = write_corpus(tmp_path / "c", counting(T + 1))
     corpus = data.open_corpus(path, T)
@@ -212,7 +213,7 @@ def test_documents_end_with_their_end_of_text():
     assert data.documents(ids, 9).tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------
+# ---- what is refused --------------------------------------------------------------------------------------
 def test_too_many_samples_for_max_epochs_is_an_error_with_the_numbers(tmp_path):
     corpus = data.open_corpus(write_corpus(tmp_path / "c", counting(10 * T + 1)), T)
     corpus.check(20, 4, max_epochs=2, max_steps=5)
@@ -237,13 +238,13 @@ def test_in_a_mix_the_source_that_runs_out_is_named(tmp_path):
                                                (50, T, "validation split .* has 8 tokens")])
 def test_a_split_shorter_than_one_window_is_an_error_with_the_numbers(tmp_path, train, val, named):
     corpus = data.open_corpus(write_corpus(tmp_path / "c", [1] * train, [1] * val), T)
-    with pytest.raises(UserError, match=f"too small for this run: the {named}, one window of sequence_length=8 needs 9"):
+    with pytest.raises(UserError, match=f"too small for this run: the {named}, .*sequence_length=8 needs 9"):
         corpus.check(1, 1)
 
 
 def test_damaged_and_missing_corpora_are_refused(tmp_path):
     path = write_corpus(tmp_path / "books", [1] * 50)
-    with pytest.raises(UserError, match=r"bokks is not a directory \(near it: .*books\): .*prepare.py --data"):
+    with pytest.raises(UserError, match=r"bokks is not a directory \(near it: .*books\): .*prepare.py"):
         data.open_corpus(str(tmp_path / "bokks"), T)
     with pytest.raises(UserError, match="neither meta.json nor train.bin"):
         data.open_corpus(str(tmp_path), T)
@@ -254,7 +255,7 @@ def test_damaged_and_missing_corpora_are_refused(tmp_path):
         data.open_corpus(write_corpus(tmp_path / "ids", [300] * 50), T)
 
 
-# ---- nanoGPT's files -----------------------------------------------------------------------------------------
+# ---- nanoGPT's files --------------------------------------------------------------------------------------
 def test_bare_uint16_files_train_and_are_scanned_once(tmp_path, monkeypatch):
     np.array([*range(60), 50256], np.uint16).tofile(tmp_path / "train.bin")
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "val.bin")
@@ -280,7 +281,7 @@ def test_bare_files_in_a_directory_of_somebody_else(tmp_path, monkeypatch):
         data.open_corpus(str(tmp_path), T)
 
 
-# ---- records -------------------------------------------------------------------------------------------------
+# ---- records ----------------------------------------------------------------------------------------------
 def test_a_directory_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path):
     for name in ("b.txt", "a/z.md", "a/b/c.txt", ".git/x.txt", ".hidden.txt", "image.png", "a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -293,14 +294,14 @@ def test_a_directory_is_read_in_the_order_of_its_names_without_hidden_files(tmp_
 
 def test_what_cannot_be_read_is_counted_with_its_first_place(tmp_path):
     file = tmp_path / "x.jsonl"
-    lines = [b"\xef\xbb\xbf{\"text\": \"one\"}", b"", b"{broken", b"[1]", b"{\"text\": \"\xff\"}", b"{more broken",
-             b"[" * 100_000, "{\"text\": \"zwö\"}\r".encode()]
+    lines = [b'\xef\xbb\xbf{"text": "one"}', b"", b"{broken", b"[1]", b'{"text": "\xff"}', b"{more broken",
+             b"[" * 100_000, '{"text": "zwö"}\r'.encode()]
     file.write_bytes(b"\n".join(lines))
     records = data.read_records(str(file))
     for _ in range(2):                                         # counts start anew each time
         assert [record["text"] for record in records] == ["one", "zwö"]
-        assert dict(records.left_out) == {"empty line": 1, "broken JSON line": 3, "JSON line that is no object": 1,
-                                          "not UTF-8": 1}
+        assert dict(records.left_out) == {"empty line": 1, "broken JSON line": 3, "not UTF-8": 1,
+                                          "JSON line that is no object": 1}
         assert dict(records.noted) == {"byte order mark (removed)": 1}
         assert records.example["broken JSON line"] == f"{file} line 3"
 

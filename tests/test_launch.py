@@ -19,7 +19,7 @@ from forked import run_ranks
 from launch import Environment, environment
 
 REPO = Path(launch.__file__).parent
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "SLURM_", "TORCHELASTIC", "PJRT_", "OMP_")
+LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "TORCHELASTIC", "PJRT_", "OMP_")
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Config:
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")       # for the processes that a test starts
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
 
@@ -50,15 +51,15 @@ TASK_PER_GPU = {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "2", "SLURM_NODEID
                 "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
 TASK_PER_NODE = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_NTASKS": "2",
                  "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-SHELL = {"SLURM_JOB_ID": "1234", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "8",
-         "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_ON_NODE": "4"}
+SHELL = {"SLURM_JOB_ID": "1234", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+         "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_TASKS_PER_NODE": "4(x2)"}
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
             "MASTER_ADDR": "node1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
 PORT = 15000 + 16 * 1234 % 16000
 RECORDED = {
     "nothing": ({}, Environment()),
     "torchrun on one node": (
-        {**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost"},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "5", "MASTER_ADDR": "localhost"},
         Environment(5, 8, 5, 8, "torchrun", address="localhost", port=29400)),
     "torchrun on two nodes": (TORCHRUN, Environment(5, 8, 1, 4, "torchrun", address="node1", port=29400)),
     "torchrun inside an srun step": (
@@ -84,8 +85,8 @@ def test_recorded_environments(name, monkeypatch):
 
 
 @pytest.mark.parametrize("nodelist, first", [
-    ("gpu[03-06,11]", "gpu03"), ("n1,n2", "n1"), ("rack-a[1-2]b", "rack-a1b"), ("solo", "solo"), ("a[7],b[1-2]", "a7"),
-    ("r[1-2]n[05-09]", "r1n05"), ("gpu-1-[11,13],x", "gpu-1-11")])
+    ("gpu[03-06,11]", "gpu03"), ("n1,n2", "n1"), ("rack-a[1-2]b", "rack-a1b"), ("solo", "solo"),
+    ("a[7],b[1-2]", "a7"), ("r[1-2]n[05-09]", "r1n05"), ("gpu-1-[11,13],x", "gpu-1-11")])
 def test_the_first_host_of_a_list_is_the_master(nodelist, first):
     assert launch.first_host(nodelist) == first
 
@@ -129,7 +130,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_starts(device, mo
 
 def test_the_dtype_is_what_the_device_has(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda:0")
-    assert launch.choose_dtype("auto", cpu) == launch.choose_dtype("auto", torch.device("mps")) == torch.float32
+    assert launch.choose_dtype("auto", cpu) == torch.float32
+    assert launch.choose_dtype("auto", torch.device("mps")) == torch.float32
     for has, best in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
         assert launch.choose_dtype("auto", cuda) == best
@@ -159,16 +161,19 @@ def test_ranks_share_the_cores_unless_the_user_gave_them_threads(monkeypatch):
 
 # ---- one process ------------------------------------------------------------------------------------------
 def test_one_process_needs_no_group_and_gives_everything_back():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], sys.excepthook
+    def outside():
+        return signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), sys.excepthook
+
+    before = outside()
     for _ in range(2):
         run = launch.start(Config())
-        assert (run.rank, run.world, run.main, run.device_ids, run.dtype) == (0, 1, True, None, torch.float32)
+        assert (run.rank, run.world, run.main, run.device_ids) == (0, 1, True, None) and outside() != before
         x = torch.ones(2)
         assert run.all_reduce(3) == 3 and run.all_reduce(0.1) == 0.1 and run.all_reduce(x) is not x
         assert not run.stopping() and not dist.is_initialized()
         assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(3))
         assert launch.report(run, {"a": 1}) == {"a": 1}
-        assert ([signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)], sys.excepthook) == before
+        assert outside() == before
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
@@ -201,7 +206,8 @@ def test_out_of_memory_is_one_sentence_with_what_to_lower(capsys):
     run.finish()
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "Traceback" not in said
-    assert all(word in said for word in ("micro_batch_size=8", "gradient_accumulation", "sequence_length=512", "model size"))
+    for word in ("micro_batch_size=8", "gradient_accumulation", "sequence_length=512", "model size"):
+        assert word in said
 
 
 # ---- several processes ------------------------------------------------------------------------------------
@@ -241,7 +247,7 @@ def test_a_group_of_the_callers_is_used_and_left_alone():
 def check_private_disks(folder):
     run = launch.start(Config())
     os.chdir(os.path.join(folder, str(run.rank)))
-    launch.time.sleep = lambda seconds: setattr(launch.time, "monotonic", lambda: 1e12)   # ten seconds, at once
+    time.sleep = lambda seconds: setattr(time, "monotonic", lambda: 1e12)      # its patience, in no time
     try:
         run.check_shared("out")
     except UserError as error:
@@ -256,7 +262,7 @@ def test_an_out_dir_on_node_local_disks_is_refused_by_every_rank():
 
 
 def hang():
-    run = launch.start(Config(timeout=2))
+    run = launch.start(Config(timeout=1))
     run.barrier()
     if run.rank == 1:
         time.sleep(60)
@@ -302,7 +308,6 @@ class Config:
     dtype: str = "auto"
     timeout: float = 60
     seed: int = 0
-    micro_batch_size: int = 8
 
 def train(**values):
     return main(config.make(Config, values))
@@ -315,8 +320,6 @@ def main(cfg):
     for step in range(4):
         if run.rank == 1 and step == 2 and cfg.end == "raise":
             raise RuntimeError("the dog ate it")
-        if run.rank == 1 and step == 2 and cfg.end == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory")
         if run.rank == 1 and step == 2 and cfg.end == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 2 and cfg.end == "refuse":
@@ -332,8 +335,8 @@ if __name__ == "__main__":
 def torchrun(*argv):
     Path("script.py").write_text(SCRIPT, encoding="utf-8")
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                           "script.py", *argv], capture_output=True, text=True, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, "script.py", *argv], capture_output=True, text=True, encoding="utf-8")
     assert time.monotonic() - began < 60
     return done.returncode, done.stderr
 
@@ -344,22 +347,15 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback():
     assert "Connection" not in said                      # what the survivor saw is no news
 
 
-def test_a_rank_that_runs_out_of_memory_ends_the_job_with_one_sentence():
-    code, said = torchrun("--end=memory")
-    assert code == 1 and said.count("Out of memory: lower micro_batch_size") == 1 and "OutOfMemoryError" not in said
-
-
 def test_a_rank_that_is_killed_ends_the_job():
     code, said = torchrun("--end=kill")
     assert code == 1 and "another rank is gone" in said and "exitcode  : -9" in said
 
 
-@pytest.mark.parametrize("flag, sentence", [
-    ("--endd=x", "script.py: --endd is not a key of this script: did you mean end?"),
-    ("--end=refuse", "script.py: no good after all")])
-def test_what_the_user_got_wrong_is_said_once(flag, sentence):
-    code, said = torchrun(flag)
-    assert code == 1 and said.count(sentence) == 1 and "exitcode  : 2" in said
+def test_what_the_user_got_wrong_is_said_once():
+    code, said = torchrun("--endd=x")
+    assert code == 1 and "exitcode  : 2" in said
+    assert said.count("script.py: --endd is not a key of this script: did you mean end?") == 1
 
 
 # ---- one process per GPU ----------------------------------------------------------------------------------
@@ -390,7 +386,8 @@ def command_line(monkeypatch, count, **variables):
 
 
 def test_the_command_line_becomes_torchrun_on_every_gpu(monkeypatch):
-    assert command_line(monkeypatch, 4) == ["--nproc-per-node=4", "--standalone", "train.py", "a.py", "--lr=1"]
+    assert command_line(monkeypatch, 4) == [
+        "--nproc-per-node=4", "--standalone", "train.py", "a.py", "--lr=1"]
 
 
 def test_a_task_per_node_becomes_torchrun_on_each_node(monkeypatch):
@@ -404,7 +401,7 @@ def test_fewer_tasks_than_gpus_are_refused(monkeypatch):
         command_line(monkeypatch, 8, **TASK_PER_GPU)
 
 
-def test_from_python_the_script_runs_in_children_and_its_result_comes_back(monkeypatch):
+def test_from_python_the_script_runs_in_children_and_its_result_comes_back(monkeypatch, capfd):
     Path("script_of_test.py").write_text(SCRIPT, encoding="utf-8")
     monkeypatch.syspath_prepend(os.getcwd())
     import script_of_test
@@ -412,3 +409,4 @@ def test_from_python_the_script_runs_in_children_and_its_result_comes_back(monke
     assert script_of_test.train(out_dir="it's") == {"world": 2, "out_dir": "it's"}
     with pytest.raises(UserError, match="^no good after all$"):
         script_of_test.train(end="refuse")
+    assert capfd.readouterr().err.count("script_of_test.py: no good after all") == 1       # of two ranks
