@@ -269,7 +269,6 @@ def build(cfg: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | Non
     if faults:
         raise UserError(f"the weights of {where} do not fit its config.json: {'; '.join(faults)}")
     model.load_state_dict({n: t.to(dtype or t.dtype) for n, t in tensors.items()}, assign=True)
-    model.set_positions()
     return model
 
 
@@ -441,6 +440,8 @@ def resume(cfg, run_say=print) -> Path | None:
     no length given the stored one stays. UserError when out_dir holds another run, naming the keys that differ.
     """
     out = Path(cfg.out_dir)
+    if cfg.init_from is not None and os.path.realpath(cfg.init_from) == os.path.realpath(out):
+        raise UserError(f"out_dir={out} is init_from itself, which would be overwritten: choose another out_dir")
     if cfg.resume in ("never", "False") or cfg.resume is False:
         if out.is_dir() and any(out.iterdir()):
             raise UserError(f"resume=never, but {out} is not empty: choose another out_dir, or delete it yourself")

@@ -392,6 +392,21 @@ def refuse(error: UserError) -> None:
 
 
 # ---- one process per GPU ----------------------------------------------------------------------------------
+def processes_to_start(cfg) -> int:
+    """How many processes relaunch() starts on this node; 0 where this one trains."""
+    env = environment()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (cfg.device not in ("auto", "cuda") or gpus < 2 or sys.platform == "win32" or dist.is_initialized()
+            or env.launcher == "torchrun" or env.local_world >= gpus):
+        return 0
+    return gpus
+
+
+def replicas(cfg) -> int:
+    """The number of processes that will train, known before any is started."""
+    return processes_to_start(cfg) * environment().nodes or environment().world
+
+
 def relaunch(script: str, cfg) -> dict | None:
     """One process per GPU when several are visible; None where this process is already the one to train.
 
@@ -399,10 +414,8 @@ def relaunch(script: str, cfg) -> dict | None:
     torchrun runs `script` in a child process on what `cfg` was given, and its result is returned: the caller
     is never run twice. Call it once everything is validated. Raises the UserError that ended the child.
     """
-    env = environment()
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (cfg.device not in ("auto", "cuda") or gpus < 2 or sys.platform == "win32" or dist.is_initialized()
-            or env.launcher == "torchrun" or env.local_world >= gpus):
+    env, gpus = environment(), processes_to_start(cfg)
+    if not gpus:
         return None
     if env.launcher == "srun" and env.world != env.nodes:
         raise UserError(f"srun started {env.local_world} tasks on a node with {gpus} visible GPUs: use "

@@ -121,12 +121,16 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
 
 
 def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, parameters: int,
-         stored_global: int | None = None) -> Batch:
+         stored: dict | None = None) -> Batch:
     """
-    The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same; `stored_global`
-    is the global batch of the run that is resumed, which wins over everything else.
+    The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same. `stored` is the
+    batch of the run that is resumed: its global size wins over everything else, its micro size over a new "auto" as long as
+    the number of replicas is the same.
     """
-    micro, total, source = cfg.micro_batch_size, stored_global or cfg.global_batch_size, ""
+    micro, source = cfg.micro_batch_size, ""
+    total = stored["global_batch_size"] if stored else cfg.global_batch_size
+    if stored and micro == "auto" and stored["replicas"] == replicas:
+        micro = stored["micro_batch_size"]
     if total is None and micro != "auto":
         return Batch(micro, cfg.gradient_accumulation or 1, replicas)
     if total is None:
@@ -140,7 +144,7 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
         raise UserError(f"global_batch_size={total} is not divisible by {replicas} replicas: use {near}")
     share = total // replicas                                  # sequences per replica and step
     if micro == "auto":
-        if cfg.gradient_accumulation and not stored_global:
+        if cfg.gradient_accumulation and not stored:
             if share % cfg.gradient_accumulation:
                 raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences each, not "
                                 f"divisible by gradient_accumulation={cfg.gradient_accumulation}: use one of "
@@ -153,13 +157,13 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
         step = micro * replicas
         lower = total // step * step
         near = " or ".join(str(n) for n in (lower, lower + step) if n)
-        if stored_global:
+        if stored:
             raise UserError(f"the run that is resumed has a global batch of {total} sequences, not divisible by "
                             f"micro_batch_size={micro} x {replicas} replicas: use a micro_batch_size of {divisors(share)}")
         raise UserError(f"global_batch_size={total} is not divisible by micro_batch_size={micro} x {replicas} replicas: "
                         f"use a global_batch_size of {near}, or a micro_batch_size of {divisors(share)}")
     accumulation = share // micro
-    if cfg.gradient_accumulation not in (None, accumulation) and not stored_global:
+    if cfg.gradient_accumulation not in (None, accumulation) and not stored:
         raise UserError(f"global_batch_size={total} = micro_batch_size={micro} x {replicas} replicas x "
                         f"{accumulation}, but gradient_accumulation={cfg.gradient_accumulation}: drop one of the three")
     return Batch(micro, accumulation, replicas, source)

@@ -229,13 +229,12 @@ class Model(nn.Module):
         self.cfg, self.tokenizer = cfg, None
         self.model = Decoder(cfg)
         self.lm_head = None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
-        self.register_buffer("rope_inverse", torch.empty(0), persistent=False)
         self.set_positions()
 
     def set_positions(self) -> None:
-        """Compute what the rotary embedding needs, on the weights' device (again after weights were put into a meta model)."""
-        frequencies, self.rope_factor = rope_frequencies(self.cfg)
-        self.rope_inverse = frequencies.to(self.model.embed_tokens.weight.device)
+        """Compute what the rotary embedding needs from cfg. No buffer: a cast of the model must not round it."""
+        with torch.device("cpu"):
+            self.rope_inverse, self.rope_factor = rope_frequencies(self.cfg)
 
     def recomputing(self, what: Literal["none", "attention", "layer"]) -> "Model":
         """Trade time for memory in training: drop what the attention, or the whole layer, keeps for its backward pass."""
@@ -271,7 +270,7 @@ class Model(nn.Module):
         Boolean masks [B or 1, 1, T, keys] (True = may be attended to) for the two kinds of layers, built once per forward.
         None where the plain causal mask, or no mask at all (one cached query), is enough: the fast path of SDPA.
         """
-        past, device = (cache.length if cache is not None else 0), self.rope_inverse.device
+        past, device = (cache.length if cache is not None else 0), self.head.device
         padded = cache is not None and cache.padding is not None
         window = self.cfg.sliding_window
         sliding = window is not None and past + T > window
@@ -298,6 +297,8 @@ class Model(nn.Module):
                 positions = positions + cache.length
                 if cache.padding is not None:
                     positions = (positions - cache.padding[:, None]).clamp(min=0)
+        if self.rope_inverse.device != ids.device:
+            self.rope_inverse = self.rope_inverse.to(ids.device)
         x = self.model.embed_tokens(ids)
         angles = positions[:, None, :, None].float() * self.rope_inverse          # [B or 1, 1, T, K/2]
         angles = torch.cat((angles, angles), dim=-1)
@@ -463,7 +464,7 @@ def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, temper
     Yields a list of B new ids, `max_new_tokens` times; stop by leaving the loop. Ids from `vocab_size` on (padding of the
     embedding) are never drawn. `cached=False` runs the whole context each time: slow, the reference for the cache.
     """
-    device, limit = model.rope_inverse.device, model.cfg.max_position_embeddings
+    device, limit = model.head.device, model.cfg.max_position_embeddings
     texts, cache = [list(p) for p in prompts], None
     for _ in range(max_new_tokens):
         windows = [context(text, limit) for text in texts]

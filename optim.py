@@ -108,7 +108,7 @@ class Muon:
         mine[:len(part)] = part
         mine = orthogonalize(mine)
         everything = mine.new_empty(share * self.world, *stack.shape[1:])
-        dist.all_gather_into_tensor(everything, mine.contiguous())      # every rank calls this, in the same order
+        dist.all_gather(list(everything.chunk(self.world)), mine)       # every rank calls this, in the same order
         return everything[:len(stack)]
 
 

@@ -45,7 +45,7 @@ import config
 from config import UserError
 from data import (FORMAT, Records, describe_shard, digest, find_files, mix_of, nearest, read_json,
                   read_records, write_json)
-from tokenizer import Tokenizer, _parts, load_tokenizer, train_bpe
+from tokenizer import Tokenizer, load_tokenizer, parts, train_bpe
 
 CHUNK = 2**19                  # characters that a worker encodes at a time
 BPE_SAMPLE = 8_000_000         # bytes to learn a vocabulary from: it hardly changes with more
@@ -177,7 +177,7 @@ def chunks(texts: Texts, tokenizer: Tokenizer) -> Iterator[tuple[list, int]]:
         if tokenizer.normalize(text) != text:
             texts.records.note("changed by the tokenizer's normalisation")
         left = len(text)
-        for part in _parts(text):
+        for part in parts(text):
             left -= len(part)
             chunk.append((part, val, left == 0))
             characters += len(part) + 1

@@ -197,7 +197,7 @@ def encode(tokenizer, prompt: str) -> list[int]:
 
 def sampling(model: Model, tokenizer, max_new_tokens: int, temperature: float, top_k, top_p, min_p, repetition_penalty: float,
              seed: int | None) -> dict:
-    generator = torch.Generator(model.rope_inverse.device)
+    generator = torch.Generator(model.head.device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     return dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                 repetition_penalty=repetition_penalty, vocab_size=tokenizer.vocab_size, generator=generator)

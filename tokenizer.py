@@ -104,9 +104,6 @@ def parts(text: str) -> Iterator[str]:
     yield text[begin:] if begin else text
 
 
-_parts = parts
-
-
 def _without_surrogates(text: str) -> str:
     """Pairs of surrogates become the character that they spell, lone ones U+FFFD: UTF-8 has neither."""
     try:

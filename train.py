@@ -12,7 +12,6 @@ checkpoints/ to resume, metrics.jsonl, and the sources and settings of the run. 
 """
 import copy
 import math
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -116,7 +115,6 @@ def main(cfg: Config) -> dict:
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint directory or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
-    fixed = stored and stored["batch"]["global_batch_size"]
     if place.rank == 0:
         checkpoint.save_objects(cfg, live)
     base = open_base(cfg, live.get("init_from"))
@@ -126,7 +124,7 @@ def main(cfg: Config) -> dict:
     settle_shape(cfg, corpus, base, say)
     tokenizer = base.tokenizer if base and base.tokenizer else corpus.tokenizer
     parameters = count_parameters(cfg)
-    batch = memory.plan(cfg, place.world, torch.float32, "cpu", 2**62, parameters, fixed)    # for its complaints
+    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, stored and stored["batch"])    # for its complaints
     max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
     corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
     result = launch.relaunch(__file__, cfg)                # several GPUs and no launcher: torchrun does the rest
@@ -137,7 +135,9 @@ def main(cfg: Config) -> dict:
     run = launch.start(cfg)
     run.check_shared(cfg.out_dir)
     smallest = run.all_reduce(memory.device_memory(run.device), op="min")
-    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, fixed)
+    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, stored and stored["batch"])
+    cfg.micro_batch_size, cfg.gradient_accumulation = batch.micro_batch_size, batch.accumulation
+    cfg.global_batch_size = batch.global_batch_size
     cfg.compile = run.device.type == "cuda" if cfg.compile is None else cfg.compile
 
     # ---- model, optimizer, what is resumed --------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def main(cfg: Config) -> dict:
     introduce(cfg, run, corpus, batch, parameters, max_steps)
     if cfg.compile:
         launch.compile_layers(model.model.layers, run)
-    forward = DDP(model, device_ids=run.device_ids, gradient_as_bucket_view=True, broadcast_buffers=False) \
+    forward = DDP(model, device_ids=run.device_ids, gradient_as_bucket_view=True) \
         if run.world > 1 else model                        # `model` stays the plain one: its names reach the disk
 
     # ---- loop -------------------------------------------------------------------------------------------------------
@@ -233,6 +233,7 @@ def main(cfg: Config) -> dict:
 
     # ---- finish -----------------------------------------------------------------------------------------------------
     lines.finish()
+    del forward            # before the group: DDP's destructor would wait for gloo's threads, which wait for Python's lock
     if step < max_steps:
         run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
     run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={cfg.out_dir}")
@@ -248,8 +249,6 @@ def open_base(cfg: Config, live: Model | None) -> Model | None:
     """The model of init_from (a copy of a live one), on the CPU in fp32; its shape becomes the run's. None from scratch."""
     if cfg.init_from is None:
         return None
-    if live is None and os.path.realpath(cfg.init_from) == os.path.realpath(cfg.out_dir):
-        raise UserError(f"out_dir={cfg.out_dir} is init_from itself, which would be overwritten: choose another out_dir")
     if live is not None:
         base = copy.deepcopy(live).float().cpu()
     else:
@@ -308,7 +307,7 @@ def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> in
     return -(-(cfg.tokens or 20 * parameters) // (global_batch_size * cfg.sequence_length))
 
 
-def check_resumed(cfg: Config, stored: dict, corpus, batch, max_steps: int, run) -> None:
+def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> None:
     """Say what differs from the run that is resumed, or refuse."""
     if stored["corpus"] != corpus.fingerprint and cfg.resume in ("auto", True):
         raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content changed): choose "

@@ -3,9 +3,8 @@
 # A model in about three minutes on two CPU cores: the Python standard library is the text, 4,096 BPE tokens the vocabulary.
 params = "4M"
 sequence_length = 256
-micro_batch_size = 16
 global_batch_size = 32
-max_steps = 100
+max_steps = 120
 lr = 6e-3
 warmup_ratio = 0.05
 eval_interval = 50

@@ -116,7 +116,9 @@ def test_auto_everything_follows_the_law_and_the_replicas():
 
 
 def test_a_stored_global_batch_wins():
-    assert plan(2, micro_batch_size=8, gradient_accumulation=1, stored=64) == (8, 4, 64)
-    assert plan(4, global_batch_size=32, stored=64)[2] == 64
-    with pytest.raises(UserError, match=r"micro_batch_size of \[1, 2, 4\]"):
-        plan(4, micro_batch_size=8, stored=16)
+    stored = {"global_batch_size": 64, "micro_batch_size": 2, "replicas": 2}
+    assert plan(2, micro_batch_size=8, gradient_accumulation=1, stored=stored) == (8, 4, 64)
+    assert plan(2, stored=stored) == (2, 16, 64)           # "auto" stays what it was on as many replicas
+    assert plan(4, stored=stored) == (16, 1, 64)
+    with pytest.raises(UserError, match=r"micro_batch_size of \[1, 2, 4, 8, 16\]"):
+        plan(4, micro_batch_size=3, stored=stored)

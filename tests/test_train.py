@@ -291,7 +291,7 @@ def test_one_rank_out_of_memory_ends_both_in_seconds_with_one_sentence(corpus):
     began = time.monotonic()
     run = torchrun("user.py", "fail")
     assert run.returncode == 1 and time.monotonic() - began < 60
-    assert run.stderr.count("Out of memory: lower micro_batch_size=2") == 1 and "sequence_length=32" in run.stderr
+    assert run.stderr.count("Out of memory: lower micro_batch_size") == 1 and "micro_batch_size=2" in run.stderr
     assert checkpoint.newest_state(Path("run"))[0].name == "00000002"
     run = torchrun("user.py")                              # every rank of a program gets the result
     assert run.returncode == 0, run.stderr
@@ -417,7 +417,7 @@ def test_every_config_is_headed_by_the_command_that_uses_it_and_loads(file):
     assert f"configs/{file}" in arguments and (REPO / script).exists()
     cfg = config.load(train.Config, [str(REPO / a) if a.startswith("configs/") else a for a in arguments])
     for replicas in (1, 2, 8):
-        cfg.sequence_length
+        cfg.vocab_size = 4096
         batch = memory.plan(cfg, replicas, torch.float32, "cpu", 2**62, cfg.params)
         assert batch.replicas == replicas
 
