@@ -10,6 +10,7 @@ A rank that fails prints its traceback and leaves at once (os._exit), so that it
 collective ever stands in a `finally`. The launchers' variables (RANK, SLURM_*, ...) are read only here.
 """
 import contextlib
+import copy
 import functools
 import glob
 import importlib.util
@@ -503,3 +504,18 @@ def compile_layers(layers, run: Run) -> None:
         return
     for layer in layers:
         layer.compile()
+
+
+def compare_with_cpu(model, ids: torch.Tensor, run: Run) -> None:
+    """
+    MPS has computed wrong products in some releases of macOS and torch: there the losses of one small batch are compared
+    with the CPU's. UserError where they differ by more than rounding.
+    """
+    if run.device.type != "mps":
+        return
+    with torch.no_grad():
+        here = float(model(ids.to(run.device), labels=ids.to(run.device))[0])
+        there = float(copy.deepcopy(model).cpu()(ids, labels=ids)[0])
+    if not abs(here - there) <= 1e-3 * abs(there):
+        raise UserError(f"the GPU of this Mac computes a loss of {here:.4f} where the CPU computes {there:.4f}: update macOS "
+                        f"and torch {torch.__version__}, or use device=cpu")

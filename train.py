@@ -117,14 +117,13 @@ def main(cfg: Config) -> dict:
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
     if place.rank == 0:
         checkpoint.save_objects(cfg, live)
-    base = open_base(cfg, live.get("init_from"))
-    own = base.tokenizer if base and base.tokenizer else live.get("tokenizer", cfg.tokenizer)
+    base = open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
+    own = base.tokenizer if cfg.init_from and base.tokenizer else live.get("tokenizer", cfg.tokenizer)
     source = ensure(cfg.data, own, rank=place.rank, world=place.world, say=say)
     corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
     settle_shape(cfg, corpus, base, say)
-    tokenizer = base.tokenizer if base and base.tokenizer else corpus.tokenizer
-    parameters = count_parameters(cfg)
-    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, stored and stored["batch"])    # for its complaints
+    parameters, before = count_parameters(cfg), stored and stored["batch"]
+    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)   # for its complaints
     max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
     corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
     result = launch.relaunch(__file__, cfg)                # several GPUs and no launcher: torchrun does the rest
@@ -135,7 +134,7 @@ def main(cfg: Config) -> dict:
     run = launch.start(cfg)
     run.check_shared(cfg.out_dir)
     smallest = run.all_reduce(memory.device_memory(run.device), op="min")
-    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, stored and stored["batch"])
+    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, before)
     cfg.micro_batch_size, cfg.gradient_accumulation = batch.micro_batch_size, batch.accumulation
     cfg.global_batch_size = batch.global_batch_size
     cfg.compile = run.device.type == "cuda" if cfg.compile is None else cfg.compile
@@ -143,7 +142,8 @@ def main(cfg: Config) -> dict:
     # ---- model, optimizer, what is resumed --------------------------------------------------------------------------
     if base is None:
         base = Model(checkpoint.model_config(cfg)).init_weights(cfg.seed)
-    model, model.tokenizer = base.to(run.device).recomputing(cfg.recompute), tokenizer
+    model = base.to(run.device).recomputing(cfg.recompute)
+    model.tokenizer = model.tokenizer or corpus.tokenizer
     optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
     scale = optim.LossScale(run.dtype == torch.float16, run.device, batch.micro_batch_size * cfg.sequence_length)
     step = samples = 0
@@ -159,6 +159,7 @@ def main(cfg: Config) -> dict:
     if run.main:
         checkpoint.open_out_dir(cfg, given)
     introduce(cfg, run, corpus, batch, parameters, max_steps)
+    launch.compare_with_cpu(model, torch.arange(64)[None] % corpus.vocab_size, run)
     if cfg.compile:
         launch.compile_layers(model.model.layers, run)
     forward = DDP(model, device_ids=run.device_ids, gradient_as_bucket_view=True) \
@@ -183,7 +184,7 @@ def main(cfg: Config) -> dict:
 
     def publish() -> None:
         if run.main:
-            checkpoint.save_model_dir(model, tokenizer, cfg.out_dir, step=step)
+            checkpoint.save_model_dir(model, model.tokenizer, cfg.out_dir, step=step)
         run.barrier()
 
     lines = log.Log(cfg, run, max_steps, start_step=step, wandb_id=stored and stored["wandb_id"])
@@ -198,7 +199,7 @@ def main(cfg: Config) -> dict:
             unsynced = forward.no_sync() if run.world > 1 and k < batch.accumulation - 1 else nullcontext()
             with unsynced:                                 # one all-reduce of the gradients per step
                 with run.autocast():
-                    loss, valid = forward(ids[:, :-1], labels=ids[:, 1:], documents=document_ids(cfg, ids, corpus))
+                    loss, valid = forward(ids[:, :-1], labels=ids[:, 1:], documents=documents_of(ids[:, :-1], cfg, corpus))
                 (loss * scale.value).backward()
             totals += torch.stack((loss.detach(), valid.float()))
         samples += batch.global_batch_size
@@ -219,17 +220,19 @@ def main(cfg: Config) -> dict:
                               "gradient-norm": norm, "tokens-per-second": speed, **run.peak_memory(),
                               **({"mfu": speed * flops_per_token(cfg, parameters) / (peak * run.world)} if peak else {})})
             complain(cfg, step, max_steps, loss, int(in_a_row), lines)
+            began, logged = time.perf_counter(), step
+        pause = time.perf_counter()
         if log.due(step, cfg.save_interval) or done:
             save()
         if log.due(step, cfg.model_interval or cfg.save_interval) or done:
             publish()
         if log.due(step, cfg.eval_interval) or step == max_steps:
             evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
-            lines.evaluation(step, evaluation)
-        if log.due(step, cfg.sample_interval) or step == max_steps:
-            lines.note(sample(model, tokenizer, run))
-        if log.due(step, cfg.log_interval):                # saving and evaluating do not count as training time
-            began, logged = time.perf_counter(), step
+            if evaluation:
+                lines.evaluation(step, evaluation)
+        if model.tokenizer and (log.due(step, cfg.sample_interval) or step == max_steps):
+            lines.note(sample(model, run))
+        began += time.perf_counter() - pause               # saving and evaluating do not count as training time
 
     # ---- finish -----------------------------------------------------------------------------------------------------
     lines.finish()
@@ -245,24 +248,28 @@ def main(cfg: Config) -> dict:
 
 # ---- before the loop ------------------------------------------------------------------------------------------------
 
-def open_base(cfg: Config, live: Model | None) -> Model | None:
-    """The model of init_from (a copy of a live one), on the CPU in fp32; its shape becomes the run's. None from scratch."""
-    if cfg.init_from is None:
+def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
+    """
+    The model that the run goes on from, in fp32 on the CPU: what is resumed, else a copy of a live init_from, else the one of
+    init_from's directory. None from scratch.
+    """
+    path = resumed or cfg.init_from
+    if path is None:
         return None
-    if live is not None:
+    if live is not None and not resumed:
         base = copy.deepcopy(live).float().cpu()
     else:
-        base, tokenizer = checkpoint.load_model_dir(cfg.init_from, dtype=torch.float32)
-        base.tokenizer = tokenizer
-    for key in (f.name for f in fields(ModelConfig)):
+        base, base_tokenizer = checkpoint.load_model_dir(path, dtype=torch.float32)
+        base.tokenizer = base_tokenizer
+    for key in (f.name for f in fields(ModelConfig) if f.name in cfg.given):
         wanted, there = getattr(cfg, key), getattr(base.cfg, key)
-        if key in cfg.given and wanted != there and key not in ("rope_scaling", "max_position_embeddings"):
-            raise UserError(f"{key}={wanted} does not fit init_from={cfg.init_from}, which has {key}={there}: leave it out")
+        if wanted not in (there, None) and key not in ("rope_scaling", "max_position_embeddings"):
+            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave it out")
     return base
 
 
 def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
-    """Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary."""
+    """Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary. UserError where data do not fit."""
     if base is not None:
         asked = {key: getattr(cfg, key) for key in ("rope_scaling", "max_position_embeddings") if key in cfg.given}
         for f in fields(ModelConfig):
@@ -270,12 +277,12 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
         if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
             say(f"warning: sequence_length={cfg.sequence_length} is beyond the {cfg.max_position_embeddings} positions that "
                 f"the base was trained on: give rope_scaling, or expect it to learn them anew")
-            cfg.max_position_embeddings = cfg.sequence_length
+        cfg.max_position_embeddings = max(cfg.max_position_embeddings, cfg.sequence_length)
         base.cfg = checkpoint.model_config(cfg)
         base.set_positions()
         if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
-            raise UserError(f"data={cfg.data} was prepared with another tokenizer than init_from={cfg.init_from} has: prepare "
-                            f"it again with --tokenizer={cfg.init_from}")
+            raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare it again with "
+                            f"--tokenizer={cfg.init_from or cfg.out_dir}")
     else:
         if cfg.vocab_size is None:
             cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
@@ -337,8 +344,8 @@ def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) 
 
 # ---- in the loop ----------------------------------------------------------------------------------------------------
 
-def document_ids(cfg: Config, ids: torch.Tensor, corpus) -> torch.Tensor | None:
-    return data.documents(ids[:, :-1], corpus.eos_id) if cfg.document_mask else None
+def documents_of(ids: torch.Tensor, cfg: Config, corpus) -> torch.Tensor | None:
+    return data.documents(ids, corpus.eos_id) if cfg.document_mask else None
 
 
 def flops_per_token(cfg: Config, parameters: int) -> float:
@@ -364,32 +371,32 @@ def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
     Loss (nats per token) and bits per byte of text over the validation tokens, each once, over all ranks. {} when there
     are none, or when the run is asked to stop meanwhile. Bits per byte = summed loss / ln 2 / UTF-8 bytes of the labels.
     """
-    tokenizer = corpus.tokenizer
-    lengths = None if tokenizer is None else torch.as_tensor(tokenizer.token_lengths).to(run.device)
-    totals = torch.zeros(3, dtype=torch.float64)           # loss, labels, bytes
+    lengths = None if corpus.tokenizer is None else torch.as_tensor(corpus.tokenizer.token_lengths).to(run.device)
+    found = []                                             # (loss, labels, bytes) of each batch, still on the device
     for ids, labels in corpus.evaluation(micro_batch_size, run.rank, run.world, cfg.eval_tokens):
         if run.stopping():                                 # every rank calls this
             return {}
         ids, labels = run.to_device(ids), run.to_device(labels)
         with run.autocast():
-            loss, valid = forward(ids, labels=labels)
-        size = lengths[labels[labels >= 0]].sum() if lengths is not None else torch.zeros(())
-        totals += torch.tensor([float(loss), float(valid), float(size)], dtype=torch.float64)
-    loss, labels, size = run.all_reduce(totals).tolist()
-    if not labels:
+            loss, valid = forward(ids, labels=labels, documents=documents_of(ids, cfg, corpus))
+        size = valid * 0 if lengths is None else (lengths[labels.clamp(min=0)] * (labels >= 0)).sum()
+        found.append(torch.stack((loss, valid.float(), size.float())))
+    if not found:
         return {}
-    part = {} if cfg.eval_tokens is None or labels >= corpus.val_tokens - len(corpus.sources) else {"tokens": int(labels)}
+    loss, labels, size = run.all_reduce(torch.stack(found).cpu().double().sum(0)).tolist()
+    part = {"tokens": int(labels)} if labels < corpus.val_tokens - len(corpus.sources) else {}      # of eval_tokens
     bits = {"bits-per-byte": loss / math.log(2) / size} if size else {}
     return {"validation-loss": loss / labels, **bits, **part}
 
 
-def sample(model: Model, tokenizer, run, length: int = 100) -> str:
+def sample(model: Model, run, length: int = 100) -> str:
     """What the model writes from the start of a document. Rank 0 works, the others wait; every rank calls this."""
     text = ""
-    if run.main and tokenizer is not None:
-        decoder, generator = StreamDecoder(tokenizer), torch.Generator(run.device).manual_seed(0)
-        for (new,) in generate(model, [[tokenizer.eos_id]], length, vocab_size=tokenizer.vocab_size, generator=generator):
-            if new == tokenizer.eos_id or run.stop_signal:
+    if run.main:
+        end, decoder = model.tokenizer.eos_id, StreamDecoder(model.tokenizer)
+        generator = torch.Generator(run.device).manual_seed(0)
+        for (new,) in generate(model, [[end]], length, vocab_size=model.tokenizer.vocab_size, generator=generator):
+            if new == end or run.stop_signal:
                 break
             text += decoder.push(new)
         text = f"--- sample ---\n{text}{decoder.finish()}\n--------------"
@@ -412,7 +419,7 @@ def evaluate_only(cfg: Config, place, say) -> dict:
     settle_shape(cfg, corpus, model, say)
     corpus.check(0, 1)
     run = launch.start(cfg)
-    micro = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    micro = max(1, memory.CPU_TOKENS // cfg.sequence_length) if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     found = evaluate(model.to(run.device), corpus, micro, cfg, run)
     run.say(f"{path} on {cfg.data}: " + " | ".join(f"{key} {value:,.4f}" for key, value in found.items()))
     return launch.report(run, {"validation_loss": found.get("validation-loss"), "out_dir": cfg.out_dir,
