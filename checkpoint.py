@@ -425,8 +425,7 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
 
 # ---- the state: is it this run's? -----------------------------------------------------------------------------------
 
-LENGTH = ("tokens", "max_steps", "epochs", "max_epochs", "max_minutes")
-FREE = {*LENGTH, "eval_interval", "eval_tokens", "eval_only", "log_interval", "sample_interval", "save_interval",
+FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tokens", "eval_only", "log_interval", "sample_interval", "save_interval",
         "model_interval", "keep_last", "wandb_project", "wandb_entity", "wandb_name", "tensorboard", "nsys_start",
         "nsys_stop", "memory_profile_start", "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype",
         "compile", "kernels", "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
@@ -498,8 +497,8 @@ def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None
     known = {f.name for f in dataclasses.fields(type(cfg))}
     differ += [(key, stored[key], "no such key here") for key in stored_given if key in stored and key not in known
                and key not in FREE and stored[key] != state.get("defaults", {}).get(key)]
-    if not any(key in cfg.given for key in LENGTH):
-        for key in LENGTH:
+    if not any(key in cfg.given for key in config.LENGTHS):
+        for key in config.LENGTHS:
             if key in stored and hasattr(cfg, key):
                 setattr(cfg, key, stored[key])
     if not differ:

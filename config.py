@@ -179,16 +179,33 @@ def load(Config, argv: list[str]):
             raise SystemExit(0)
         if word.startswith("--"):
             key, value = read_flag(Config, word, argv)
+            drop_lengths(values, given, [key], lambda origin: not origin.startswith("--"))
             values[key] = accept(Config, key, value, "--", text=isinstance(value, str))
             given[key] = f"--{key}"
         elif word.endswith(".py"):
             files.append(word)
-            for key, value in read_file(Config, word).items():
+            assigned = read_file(Config, word)
+            drop_lengths(values, given, assigned, lambda origin: True)
+            for key, value in assigned.items():
                 values[key], given[key] = accept(Config, key, value, f"{word}: "), word
         else:
             meant = f"--{word.lstrip('-')}" if "=" in word else f"{word}.py"
             raise UserError(f"{word!r} is neither a flag nor a config file: did you mean {meant}?")
     return build(Config, values, given, files)
+
+
+LENGTHS = ("tokens", "max_steps", "epochs")
+
+
+def drop_lengths(values: dict, given: dict, keys, earlier) -> None:
+    """
+    A run has one length: a later file or flag that sets it in another unit replaces the earlier one. Two in
+    the same file, or two flags, stay: that is a contradiction, and the scripts say so.
+    """
+    if any(key in LENGTHS for key in keys):
+        for other in LENGTHS:
+            if other in given and earlier(given[other]):
+                del values[other], given[other]
 
 
 def make(Config, values: dict):

@@ -1,6 +1,6 @@
 """
-How many bytes a training step takes on one device, by kind, and from that the batch: how many sequences per forward, how
-many forwards per optimizer step.
+How many bytes a training step takes on one device, by kind, and from that the batch: how many sequences per
+forward, how many forwards per optimizer step.
 """
 import os
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from config import UserError
 from kernels.loss import CHUNK
 from model import Model, ModelConfig
 
-HEADROOM = 0.85        # share of the device's memory that may be planned: the rest is fragmentation, NCCL and the driver
+HEADROOM = 0.85        # share of the memory that may be planned: the rest is fragmentation, NCCL, the driver
 CPU_TOKENS = 4096      # per forward on a CPU; more is slower there (the activations leave the cache)
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes ------------------------------------------------------------------------------------------------
 
 def kept_by_a_layer(cfg: ModelConfig, width: int, recompute: str = "none") -> int:
     """
-    Bytes per token that one layer keeps for its backward pass; `width` = bytes of the dtype of the products. Norms work in
-    fp32 and keep their input and its normalised form; linear layers keep their input; attention its queries, keys, values,
-    output and log-sum-exps; SwiGLU both factors, the activated gate and the product.
+    Bytes per token that one layer keeps for its backward pass; `width` = bytes of the dtype of the products.
+    Norms work in fp32 and keep their input and its normalised form; linear layers keep their input;
+    attention its queries, keys, values, output and log-sum-exps; SwiGLU both factors, the activated gate and
+    the product.
     """
     D, I, H, G = cfg.hidden_size, cfg.intermediate_size, cfg.num_attention_heads, cfg.num_key_value_heads
     HK, GK = H * cfg.head_dim, G * cfg.head_dim
@@ -38,11 +39,12 @@ def kept_after_the_layers(cfg: ModelConfig, width: int) -> int:
     return cfg.hidden_size * (4 + 4 + width) + 4
 
 
-def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype, optimizer: str,
-             recompute: str = "none") -> dict[str, int]:
+def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype,
+             optimizer: str, recompute: str = "none") -> dict[str, int]:
     """
-    Bytes on one device at the peak of a step, by kind. Weights, gradients and moments are fp32; `copies` are autocast's
-    weights in `dtype`; `logits` a chunk of them with its softmax, and the gradient of the head that the loss makes.
+    Bytes on one device at the peak of a step, by kind. Weights, gradients and moments are fp32; `copies` are
+    autocast's weights in `dtype`; `logits` a chunk of them with its softmax, and the gradient of the head
+    that the loss makes.
     """
     with torch.device("meta"):
         named = dict(Model(cfg).named_parameters())
@@ -56,7 +58,7 @@ def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtyp
         "gradients": count * 4,
         "optimizer": (count - muon) * 8 + muon * 4,
         "activations": tokens * (cfg.num_hidden_layers * kept + kept_after_the_layers(cfg, width)
-                                 + (whole - kept)),                       # the layer that is being recomputed
+                                 + (whole - kept)),                # the layer that is being recomputed
         "copies": products * width if dtype != torch.float32 else 0,
         "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + cfg.vocab_size * cfg.hidden_size * 4,
     }
@@ -74,7 +76,7 @@ def device_memory(device: torch.device) -> int:
         return 8 * 2**30
 
 
-# ---- the batch ------------------------------------------------------------------------------------------------------
+# ---- the batch --------------------------------------------------------------------------------------------
 
 @dataclass
 class Batch:
@@ -94,7 +96,7 @@ def divisors(n: int) -> list[int]:
 
 
 def law_of_deepseek(parameters: int, tokens: int, sequence_length: int) -> int:
-    """Sequences per step by the fit of arXiv 2401.02954: 0.292 C^0.3271 tokens with C = 6 N D, as a power of two."""
+    """Sequences per step, a power of two: arXiv 2401.02954's fit of 0.292 C^0.3271 tokens with C = 6 N D."""
     wanted = 0.292 * (6 * parameters * tokens) ** 0.3271 / sequence_length
     power = 1
     while power * 2 ** 0.5 < wanted:
@@ -111,8 +113,9 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
             <= HEADROOM * memory
     if not fits(1):
         need = sum(estimate(cfg, 1, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute).values())
-        raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need / 2**30:.1f} GB on a device of "
-                        f"{memory / 2**30:.1f} GB: lower sequence_length or the model size, or set recompute=layer")
+        raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need / 2**30:.1f} GB on "
+                        f"a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, or "
+                        f"set recompute=layer")
     low, high = 1, limit
     while low < high:                                          # memory grows with micro: bisect
         middle = (low + high + 1) // 2
@@ -123,9 +126,9 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
 def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, parameters: int,
          stored: dict | None = None) -> Batch:
     """
-    The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same. `stored` is the
-    batch of the run that is resumed: its global size wins over everything else, its micro size over a new "auto" as long as
-    the number of replicas is the same.
+    The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same.
+    `stored` is the batch of the run that is resumed: its global size wins over everything else, its micro
+    size over a new "auto" as long as the number of replicas is the same.
     """
     micro, source = cfg.micro_batch_size, ""
     total = stored["global_batch_size"] if stored else cfg.global_batch_size
@@ -136,8 +139,8 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
     if total is None:
         law = law_of_deepseek(parameters, cfg.tokens or 20 * parameters, cfg.sequence_length)
         total = max(1, round(law / replicas)) * replicas
-        source = (f"global batch: {total} sequences = {total * cfg.sequence_length:,} tokens, from 0.292 C^0.3271 "
-                  f"(arXiv 2401.02954)")
+        source = (f"global batch: {total} sequences = {total * cfg.sequence_length:,} tokens, from "
+                  f"0.292 C^0.3271 (arXiv 2401.02954)")
     if total % replicas:
         lower = total // replicas * replicas
         near = f"{lower} or {lower + replicas}" if lower else f"{replicas}"
@@ -146,9 +149,9 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
     if micro == "auto":
         if cfg.gradient_accumulation and not stored:
             if share % cfg.gradient_accumulation:
-                raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences each, not "
-                                f"divisible by gradient_accumulation={cfg.gradient_accumulation}: use one of "
-                                f"{divisors(share)}")
+                raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences "
+                                f"each, not divisible by gradient_accumulation={cfg.gradient_accumulation}: "
+                                f"use one of {divisors(share)}")
             micro = share // cfg.gradient_accumulation
         else:
             most = largest_micro(cfg, dtype, device, memory, share)
@@ -158,12 +161,15 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
         lower = total // step * step
         near = " or ".join(str(n) for n in (lower, lower + step) if n)
         if stored:
-            raise UserError(f"the run that is resumed has a global batch of {total} sequences, not divisible by "
-                            f"micro_batch_size={micro} x {replicas} replicas: use a micro_batch_size of {divisors(share)}")
-        raise UserError(f"global_batch_size={total} is not divisible by micro_batch_size={micro} x {replicas} replicas: "
-                        f"use a global_batch_size of {near}, or a micro_batch_size of {divisors(share)}")
+            raise UserError(f"the run that is resumed has a global batch of {total} sequences, not "
+                            f"divisible by micro_batch_size={micro} x {replicas} replicas: use a "
+                            f"micro_batch_size of {divisors(share)}")
+        raise UserError(f"global_batch_size={total} is not divisible by micro_batch_size={micro} x "
+                        f"{replicas} replicas: use a global_batch_size of {near}, or a micro_batch_size of "
+                        f"{divisors(share)}")
     accumulation = share // micro
     if cfg.gradient_accumulation not in (None, accumulation) and not stored:
         raise UserError(f"global_batch_size={total} = micro_batch_size={micro} x {replicas} replicas x "
-                        f"{accumulation}, but gradient_accumulation={cfg.gradient_accumulation}: drop one of the three")
+                        f"{accumulation}, but gradient_accumulation={cfg.gradient_accumulation}: drop one "
+                        f"of the three")
     return Batch(micro, accumulation, replicas, source)

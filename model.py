@@ -416,8 +416,8 @@ def pick(logits: Tensor, seen: list[Tensor] | None, temperature: float, top_k: i
          min_p: float | None, repetition_penalty: float, generator: torch.Generator | None) -> Tensor:
     """
     Next ids [B] from logits [B, V], in this order: the penalty divides positive and multiplies negative logits of ids in
-    `seen` (arXiv 1909.05858), temperature (0 = the largest logit, nothing below applies), the `top_k` largest, those with
-    at least `min_p` times the largest probability, the smallest set of probability `top_p` (arXiv 1904.09751).
+    `seen` (arXiv 1909.05858), temperature (0 = the largest logit, nothing below applies), the `top_k` largest (0 = all),
+    those with at least `min_p` times the largest probability, the smallest set of probability `top_p` (arXiv 1904.09751).
     """
     logits = logits.float()
     if repetition_penalty != 1.0:
@@ -427,7 +427,7 @@ def pick(logits: Tensor, seen: list[Tensor] | None, temperature: float, top_k: i
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits / temperature
-    if top_k is not None and top_k < logits.shape[-1]:
+    if top_k and top_k < logits.shape[-1]:
         logits, choices = logits.topk(top_k)                             # [B, k], largest first
     elif top_p is not None or min_p is not None:
         logits, choices = logits.sort(descending=True)

@@ -1,9 +1,10 @@
 """
-AdamW, Muon, the learning rate and the clip: the decay rule and the split of parameters are here and nowhere else.
+AdamW, Muon, learning rate and clip: the decay rule and the split of parameters are here and nowhere else.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon, with the scale of arXiv 2502.16982) moves every weight
-matrix of the layers by an orthogonalised momentum; AdamW moves the rest: embeddings, head, norms, biases, routers. The
-scale 0.2 sqrt(max(n, m)) gives both the same root mean square per entry, so one learning rate serves them.
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon, with the scale of arXiv 2502.16982) moves
+every weight matrix of the layers by an orthogonalised momentum; AdamW moves the rest: embeddings, head,
+norms, biases, routers. The scale 0.2 sqrt(max(n, m)) gives both the same root mean square per entry, so one
+learning rate serves them.
 """
 import math
 
@@ -11,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)      # quintic that pushes all singular values towards 1, from the Muon post
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)    # quintic that pushes all singular values towards 1 (Muon post)
 MOMENTUM = 0.95
 
 
-# ---- learning rate --------------------------------------------------------------------------------------------------
+# ---- learning rate ----------------------------------------------------------------------------------------
 
 def lr_at(step: int, max_steps: int, cfg) -> float:
     """
-    Learning rate of step 0, 1, ..., max_steps - 1: linear warm-up from `start_lr` over `warmup_ratio` of the run, `lr`,
-    then a decay to `final_lr` (None = a tenth of lr): over `decay_ratio` of the run in `decay_shape` for "wsd", over all
-    that is left for "linear" and "cosine", never for "constant".
+    Learning rate of step 0, 1, ..., max_steps - 1: linear warm-up from `start_lr` over `warmup_ratio` of the
+    run, `lr`, then a decay to `final_lr` (None = a tenth of lr): over `decay_ratio` of the run in
+    `decay_shape` for "wsd", over all that is left for "linear" and "cosine", never for "constant".
     """
     warmup = round(cfg.warmup_ratio * max_steps)
     if step < warmup:
@@ -37,13 +38,14 @@ def lr_at(step: int, max_steps: int, cfg) -> float:
     return final + (cfg.lr - final) * kept
 
 
-# ---- gradients ------------------------------------------------------------------------------------------------------
+# ---- gradients --------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, scale: Tensor | float, clip: float | None) -> Tensor:
     """
-    Multiply all gradients by `scale`, then clip their total norm; once per step, when the gradient is complete. Returns
-    the norm before the clip, a scalar on the device (no host sync); a non-finite one means that the step is to be skipped.
+    Multiply all gradients by `scale`, then clip their total norm; once per step, when the gradient is
+    complete. Returns the norm before the clip, a scalar on the device (no host sync); a non-finite one means
+    that the step is to be skipped.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients) * scale
@@ -54,13 +56,14 @@ def finish_gradients(model: nn.Module, scale: Tensor | float, clip: float | None
     return norm
 
 
-# ---- Muon -----------------------------------------------------------------------------------------------------------
+# ---- Muon -------------------------------------------------------------------------------------------------
 
 def orthogonalize(g: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
     """
-    U V^T of the singular value decomposition of each matrix in g [..., n, m], n <= m, approximately (singular values land
-    in about 0.7 to 1.2): `steps` Newton-Schulz iterations of X <- aX + (bA + cA^2)X with A = XX^T. Runs in bf16 on
-    accelerators and fp32 on CPU unless `dtype` says otherwise; the result has that dtype.
+    U V^T of the singular value decomposition of each matrix in g [..., n, m], n <= m, approximately
+    (singular values land in about 0.7 to 1.2): `steps` Newton-Schulz iterations of X <- aX + (bA + cA^2)X
+    with A = XX^T. Runs in bf16 on accelerators and fp32 on CPU unless `dtype` says otherwise; the result has
+    that dtype.
     """
     dtype = dtype or (torch.float32 if g.device.type == "cpu" else torch.bfloat16)
     a, b, c = NEWTON_SCHULZ
@@ -74,8 +77,9 @@ def orthogonalize(g: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -
 
 class Muon:
     """
-    Momentum, Nesterov, orthogonalisation, decoupled weight decay. Matrices of equal shape (a tall one counts as its wide
-    transpose) are orthogonalised in one batch; over several processes each batch is shared out by owner and gathered.
+    Momentum, Nesterov, orthogonalisation, decoupled weight decay. Matrices of equal shape (a tall one counts
+    as its wide transpose) are orthogonalised in one batch; over several processes each batch is shared out
+    by owner and gathered.
     """
     def __init__(self, params: dict[str, Tensor], weight_decay: float, rank: int = 0, world: int = 1):
         self.params, self.weight_decay, self.rank, self.world = params, weight_decay, rank, world
@@ -87,7 +91,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float, finite: Tensor) -> None:
         for (n, m), names in self.groups.items():
-            wide = []                                                   # matrices [count, n, m] of this shape
+            wide = []                                              # matrices [count, n, m] of this shape
             for name in names:
                 p, momentum = self.params[name], self.momentum[name]
                 momentum.copy_(torch.where(finite, momentum.lerp(p.grad, 1 - MOMENTUM), momentum))
@@ -102,27 +106,28 @@ class Muon:
     def _orthogonalize(self, stack: Tensor) -> Tensor:
         if self.world == 1:
             return orthogonalize(stack)
-        share = -(-len(stack) // self.world)                            # matrices per owner, the last owner's padded
+        share = -(-len(stack) // self.world)                       # matrices per owner, the last's padded
         mine = stack.new_zeros(share, *stack.shape[1:])
         part = stack[self.rank * share:(self.rank + 1) * share]
         mine[:len(part)] = part
         mine = orthogonalize(mine)
         everything = mine.new_empty(share * self.world, *stack.shape[1:])
-        dist.all_gather(list(everything.chunk(self.world)), mine)       # every rank calls this, in the same order
+        dist.all_gather(list(everything.chunk(self.world)), mine)  # every rank calls this, in the same order
         return everything[:len(stack)]
 
 
-# ---- both -----------------------------------------------------------------------------------------------------------
+# ---- both -------------------------------------------------------------------------------------------------
 
 def is_muon(name: str, p: Tensor) -> bool:
     """Whether Muon moves this parameter: the matrices of the layers, except routers."""
-    return p.ndim >= 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias"))
+    return p.ndim >= 2 and not name.endswith(
+        ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias"))
 
 
 class Optimizer:
     """
-    One step for all parameters of `model`. Weight decay on matrices only. With a non-finite gradient norm the step changes
-    nothing; `skipped` (all) and `skipped_in_a_row` are counted on the device.
+    One step for all parameters of `model`. Weight decay on matrices only. With a non-finite gradient norm
+    the step changes nothing; `skipped` (all) and `skipped_in_a_row` are counted on the device.
     """
     def __init__(self, model: nn.Module, cfg, rank: int = 0, world: int = 1):
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -132,14 +137,15 @@ class Optimizer:
         rest = [(n, p) for n, p in named.items() if n not in muon]
         groups = [dict(params=[p for _, p in rest if p.ndim >= 2], weight_decay=cfg.weight_decay),
                   dict(params=[p for _, p in rest if p.ndim < 2], weight_decay=0.0)]
-        self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+        self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
+                                       fused=True)
         self.skipped = torch.zeros((), device=self.device)
         self.skipped_in_a_row = torch.zeros((), device=self.device)
 
     def step(self, norm: Tensor, lr: float) -> None:
-        """Move every parameter by its gradient and drop the gradients; nothing moves where `norm` is not finite."""
+        """Move every parameter by its gradient and drop the gradients; nothing if `norm` is not finite."""
         finite = norm.isfinite()
-        self.adamw.found_inf = (~finite).float()                        # read by the fused kernel: skip without a sync
+        self.adamw.found_inf = (~finite).float()              # read by the fused kernel: skip without a sync
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
@@ -158,7 +164,7 @@ class Optimizer:
         return out
 
     def load_moments(self, moments: dict[str, Tensor], updates: int) -> None:
-        """Take saved moments (complete: KeyError names what is missing); `updates` = steps that were really applied."""
+        """Take saved moments (complete: KeyError names what is missing); `updates`: steps really applied."""
         for name, t in self.muon.momentum.items():
             t.copy_(moments[f"{name}.momentum"])
         if updates == 0:
@@ -172,8 +178,9 @@ class Optimizer:
 
 class LossScale:
     """
-    fp16 loses small gradients: there the loss (a sum over `labels` tokens) is multiplied by `value`, which halves when a
-    gradient is not finite and doubles after 2,000 finite steps, all on the device. In other precisions `value` stays 1.
+    fp16 loses small gradients: there the loss (a sum over `labels` tokens) is multiplied by `value`, which
+    halves when a gradient is not finite and doubles after 2,000 finite steps, all on the device. In other
+    precisions `value` stays 1.
     """
     def __init__(self, enabled: bool, device: torch.device, labels: int):
         self.enabled = enabled

@@ -12,6 +12,9 @@ Temperature 0 always takes the most likely token. A text longer than the model's
 is full, the oldest half is dropped. Generation stops at the end-of-text token, at a stop string (not part of the result), or
 after max_new_tokens.
 """
+import functools
+import itertools
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,10 +41,10 @@ class Config:
     # how much
     max_new_tokens: int = 200              # at most this many tokens each
     num_samples: int = 1                   # texts for each prompt
-    stop: list[str] = field(default_factory=list)  # strings that end a text; repeat as --stop="['A', 'B']"
+    stop: list[str] = field(default_factory=list)  # strings that end a text; several as --stop="['A', 'B']"
     # how
     temperature: float = 0.8               # 0 = always the most likely token; 1 = as the model says
-    top_k: int | None = None               # only the k most likely tokens
+    top_k: int | None = None               # only the k most likely tokens; 0 or None = all
     top_p: float | None = None             # only the most likely tokens that together have this probability
     min_p: float | None = None             # only tokens at least this likely, relative to the most likely
     repetition_penalty: float = 1.0        # above 1: tokens that were there already become less likely
@@ -52,23 +55,23 @@ class Config:
 
 
 def main(cfg: Config) -> list[str]:
-    # ---- model ------------------------------------------------------------------------------------------------------
+    # ---- prompts and model ------------------------------------------------------------------------------------------
+    aside = [key for key in ("prompt", "prompt_file", "num_samples") if key in cfg.given]
+    if cfg.interactive and aside:
+        raise UserError(f"interactive goes on from what you type, one text at a time: leave out {' and '.join(aside)}")
+    prompts = [] if cfg.interactive else read_prompts(cfg)
     model = load_model(cfg.out_dir, cfg.device, None if cfg.dtype == "auto" else cfg.dtype)
+    _, tokenizer = ready(model, None, cfg.out_dir)
     options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p,
                    min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty, stop=cfg.stop, seed=cfg.seed)
     if cfg.interactive:
         return converse(model, options)
-    prompts = [cfg.prompt] if cfg.prompt_file is None else read_prompts(cfg)
 
     # ---- one text: as it comes; several: in one batch ---------------------------------------------------------------
+    prompts = [tokenizer.normalize(prompt) for prompt in prompts]          # what the model reads, and can be printed
     if len(prompts) == 1 and cfg.num_samples == 1:
-        pieces = [prompts[0]]
         print(prompts[0], end="", flush=True)
-        for piece in stream(model, prompts[0], **options):
-            print(piece, end="", flush=True)
-            pieces.append(piece)
-        print()
-        return ["".join(pieces)]
+        return [prompts[0] + write(model, prompts[0], options)]
     texts = []
     for prompt, new in zip(prompts, generate(model, prompts, num_samples=cfg.num_samples, **options)):
         for text in new if cfg.num_samples > 1 else [new]:
@@ -78,19 +81,32 @@ def main(cfg: Config) -> list[str]:
 
 
 def read_prompts(cfg: Config) -> list[str]:
+    if cfg.prompt_file is None:
+        return [cfg.prompt]
     if "prompt" in cfg.given:
         raise UserError("prompt and prompt_file were both given: one of them says what to go on from")
     try:
-        if cfg.prompt_file == "-":
-            lines = sys.stdin.read().splitlines()
-        else:
-            lines = Path(cfg.prompt_file).read_text(encoding="utf-8").splitlines()
+        text = sys.stdin.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt_file={cfg.prompt_file} cannot be read: {error}") from None
-    prompts = [line for line in lines if line.strip()]
+    prompts = [line for line in text.split("\n") if line.strip()]         # splitlines() would cut at form feeds, too
     if not prompts:
-        raise UserError(f"prompt_file={cfg.prompt_file} holds no prompt: one a line, {len(lines)} empty lines found")
+        raise UserError(f"prompt_file={cfg.prompt_file} holds no prompt, only {len(text):,} blank characters: write one "
+                        f"a line")
     return prompts
+
+
+def write(model: Model, prompt: str, options: dict) -> str:
+    """Print the new text as it comes, and give it back. Ctrl-C ends it there."""
+    text = ""
+    try:
+        for piece in stream(model, prompt, **options):
+            print(piece, end="", flush=True)
+            text += piece
+    except KeyboardInterrupt:
+        pass
+    print()
+    return text
 
 
 def converse(model: Model, options: dict) -> list[str]:
@@ -100,18 +116,12 @@ def converse(model: Model, options: dict) -> list[str]:
         try:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
+            print()
             break
         if not line:
             break
         text += line + "\n"
-        try:
-            for piece in stream(model, text, **options):
-                print(piece, end="", flush=True)
-                text += piece
-        except KeyboardInterrupt:
-            pass
-        print()
-        text += "\n"
+        text += write(model, text, options) + "\n"
     return [text]
 
 
@@ -137,17 +147,15 @@ def stream(model_or_path, prompt: str, max_new_tokens: int = 100, temperature: f
     Yields the new text piece by piece; the pieces joined are what generate() returns. No piece ends within a character,
     and text that may be the beginning of a stop string is held back until it is decided.
     """
-    model, tokenizer = ready(model_or_path, tokenizer)
-    texts = [Text(tokenizer, stop)]
-    ids = encode(tokenizer, prompt)
-    for (new,) in generate_ids(model, [ids], **sampling(model, tokenizer, max_new_tokens, temperature, top_k, top_p, min_p,
-                                                        repetition_penalty, seed)):
-        piece = texts[0].push(new)
-        if piece:
+    ids, (text,) = start(model_or_path, tokenizer, [prompt], 1, stop, seed, max_new_tokens=max_new_tokens,
+                         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                         repetition_penalty=repetition_penalty)
+    for (new,) in ids:
+        if piece := text.push(new):
             yield piece
-        if texts[0].done:
+        if text.done:
             return
-    if rest := texts[0].finish():
+    if rest := text.finish():
         yield rest
 
 
@@ -159,15 +167,14 @@ def generate(model_or_path, prompt: str | list[str], max_new_tokens: int = 100, 
     The new text for a prompt; a list of them for num_samples > 1; for a list of prompts a list of either. All are
     generated in one batch. `model_or_path`: what load_model returned, or a path for it.
     """
-    model, tokenizer = ready(model_or_path, tokenizer)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         return []
-    rows = [encode(tokenizer, p) for p in prompts for _ in range(num_samples)]
-    texts = [Text(tokenizer, stop) for _ in rows]
-    found = [""] * len(rows)
-    for new in generate_ids(model, rows, **sampling(model, tokenizer, max_new_tokens, temperature, top_k, top_p, min_p,
-                                                    repetition_penalty, seed)):
+    ids, texts = start(model_or_path, tokenizer, prompts, num_samples, stop, seed, max_new_tokens=max_new_tokens,
+                       temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                       repetition_penalty=repetition_penalty)
+    found = [""] * len(texts)
+    for new in ids:
         for i, (text, id) in enumerate(zip(texts, new)):
             found[i] += text.push(id)
         if all(text.done for text in texts):
@@ -178,36 +185,56 @@ def generate(model_or_path, prompt: str | list[str], max_new_tokens: int = 100, 
     return answers[0] if isinstance(prompt, str) else answers
 
 
-def ready(model_or_path, tokenizer) -> tuple[Model, object]:
+def start(model_or_path, tokenizer, prompts: list[str], num_samples: int, stop, seed: int | None,
+          **options) -> tuple[Iterator[list[int]], list["Text"]]:
+    """The ids to come, a list for each token, and what makes text of them: num_samples rows for each prompt."""
+    cfg = config.make(Config, dict(num_samples=num_samples, stop=stop or [], seed=seed, **options))       # checks them
+    model, tokenizer = ready(model_or_path, tokenizer)
+    generator = torch.Generator(model.head.device)
+    generator.seed() if cfg.seed is None else generator.manual_seed(cfg.seed)
+    rows = [ids for ids in (encode(tokenizer, prompt) for prompt in prompts) for _ in range(num_samples)]
+    largest = max(map(max, rows))
+    if largest >= model.cfg.vocab_size:
+        raise UserError(f"the prompt has the id {largest:,} and the model only {model.cfg.vocab_size:,} ids: "
+                        f"{tokenizer} is another model's")
+    ids = generate_ids(model, rows, vocab_size=tokenizer.vocab_size, generator=generator,
+                       **{key: getattr(cfg, key) for key in options})
+    return ids, [Text(tokenizer, cfg.stop) for _ in rows]
+
+
+def ready(model_or_path, tokenizer, where=None) -> tuple[Model, tokenizers.Tokenizer]:
     model = model_or_path if isinstance(model_or_path, Model) else load_model(model_or_path)
-    tokenizer = tokenizer or model.tokenizer
+    tokenizer = model.tokenizer if tokenizer is None else tokenizers.load_tokenizer(tokenizer)
     if tokenizer is None:
-        where = "the model" if isinstance(model_or_path, Model) else f"{model_or_path}"
-        raise UserError(f"{where} has no tokenizer (no tokenizer.json): put one there, or pass tokenizer=")
+        where = where or ("the model" if isinstance(model_or_path, Model) else model_or_path)
+        raise UserError(f"{where} has no tokenizer (no tokenizer.json): put one there, or pass tokenizer= from Python")
     return model, tokenizer
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt; a document begins after an end of text, which is what an empty prompt becomes."""
-    ids = tokenizer.encode(prompt)
-    if tokenizer.bos_id is not None:
-        return [tokenizer.bos_id, *ids]
-    return ids or [tokenizer.eos_id]
+    """Ids of a prompt, at least one: an empty text begins after an end of text, as documents do in training."""
+    return opening(tokenizer) + tokenizer.encode(prompt) or [tokenizer.eos_id]
 
 
-def sampling(model: Model, tokenizer, max_new_tokens: int, temperature: float, top_k, top_p, min_p, repetition_penalty: float,
-             seed: int | None) -> dict:
-    generator = torch.Generator(model.head.device)
-    generator.seed() if seed is None else generator.manual_seed(seed)
-    return dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                repetition_penalty=repetition_penalty, vocab_size=tokenizer.vocab_size, generator=generator)
+@functools.cache
+def opening(tokenizer) -> list[int]:
+    """
+    What the tokenizer.json puts before every text: bos in Llama 3's; nothing in SmolLM2's and in ours, whatever they name
+    as bos. A model that has never seen bos in front of plain text writes worse behind it.
+    """
+    processor = json.loads(tokenizer.source or "{}").get("post_processor") or {}
+    for step in processor.get("processors", [processor]):
+        if step.get("type") == "TemplateProcessing":
+            before = itertools.takewhile(lambda part: "SpecialToken" in part, step["single"])
+            return [tokenizer.special[part["SpecialToken"]["id"]] for part in before]
+    return []
 
 
 class Text:
     """One text while it is made: whole characters only, ended by the end-of-text id or by a stop string."""
-    def __init__(self, tokenizer, stop=()):
+    def __init__(self, tokenizer, stop: list[str]):
         self.decoder, self.eos = tokenizers.StreamDecoder(tokenizer), tokenizer.eos_id
-        self.stop = [stop] if isinstance(stop, str) else [s for s in stop if s]
+        self.stop = [s for s in stop if s]
         self.held, self.done = "", False
 
     def push(self, id: int) -> str:
@@ -223,9 +250,7 @@ class Text:
         if self.done:
             return ""
         self.held += self.decoder.finish()
-        piece = self.settle() + self.held
-        if self.done:                                      # settle() met a stop string: what it held back is not part
-            piece = piece.removesuffix(self.held)
+        piece = self.settle() + self.held                  # nothing is held where settle() met a stop string
         self.done, self.held = True, ""
         return piece
 

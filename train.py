@@ -111,6 +111,9 @@ def main(cfg: Config) -> dict:
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
     if cfg.eval_only:
         return evaluate_only(cfg, place, say)
+    lengths = [key for key in config.LENGTHS if getattr(cfg, key) is not None]
+    if len(lengths) > 1:
+        raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
     live = checkpoint.name_objects(cfg)                    # a tokenizer or model given as an object; cfg gets its path
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint directory or None; brings cfg in line with it
@@ -304,9 +307,6 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
 
 def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> int:
     """Optimizer steps of the run, from whichever of the lengths was given."""
-    given = [key for key in ("tokens", "max_steps", "epochs") if getattr(cfg, key) is not None]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} were both given: the length of a run is one of tokens, max_steps, epochs")
     if cfg.max_steps is not None:
         return cfg.max_steps
     if cfg.epochs is not None:

@@ -27,9 +27,9 @@ def oracle():
 
 @pytest.fixture(autouse=True)
 def in_empty_directory(tmp_path, monkeypatch):
-    """Every test works in a directory of its own: nothing that it writes can reach another test or the repo."""
+    """Every test works in a directory of its own: nothing it writes can reach another test or the repo."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no test pulls the plug, and a disk can take its time
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no test pulls the plug, and disks can be slow
 
 
 seconds = defaultdict(float)

@@ -1,7 +1,7 @@
 """
-Programs that we did not write (transformers, tokenizers, ...) as judges of ours, in one process of their own: importing
-them takes seconds, and this repo's folders (`kernels`, `data`) would shadow packages of theirs, so the repo is not on that
-process's path.
+Programs that we did not write (transformers, tokenizers, ...) as judges of ours, in one process of their
+own: importing them takes seconds, and this repo's folders (`kernels`, `data`) would shadow packages of
+theirs, so the repo is not on that process's path.
 
     oracle = Oracle()
     oracle.run("import transformers; print(transformers.__version__)", directory)     # -> what it printed
@@ -29,16 +29,17 @@ for line in sys.stdin:
 
 
 class Oracle:
-    """A Python process without this repo on its path; runs code in a directory and gives back what it printed."""
+    """A Python process without this repo on its path: runs code in a directory, returns what it printed."""
     def __init__(self):
         self.process = None
 
     def start(self) -> None:
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error",
-                           OMP_NUM_THREADS="1")
-        self.process = subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, env=environment, encoding="utf-8")
+        environment.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+                           TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1")
+        self.process = subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+                                        encoding="utf-8")
 
     def run(self, code: str, directory) -> str:
         if self.process is None:

@@ -1,4 +1,4 @@
-"""checkpoint.py: what is on disk survives kills, is read back exactly, and what does not fit is refused by name."""
+"""checkpoint.py: what is on disk survives kills, is read back exactly; what does not fit is refused by name."""
 import json
 import multiprocessing
 import os
@@ -21,9 +21,10 @@ from config import UserError
 from model import Model, ModelConfig
 from test_optim import set_gradients, settings
 
-TINY = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            intermediate_size=48)
-RUN = SimpleNamespace(rank=0, world=1, main=True, device=torch.device("cpu"), barrier=lambda: None, say=print)
+TINY = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, intermediate_size=48)
+RUN = SimpleNamespace(rank=0, world=1, main=True, device=torch.device("cpu"), barrier=lambda: None,
+                      say=print)
 
 
 def trained(steps: int = 2, seed: int = 0):
@@ -58,15 +59,15 @@ def asked(**given):
 
 def save(step: int, out_dir="run", keep_last: int = 3, given=None, trained_model=None, **values):
     model, optimizer, _ = trained_model or trained()
-    state = {"step": step, "samples": 8 * step, "tokens": 512 * step, "updates": 2, "skipped_in_a_row": 0, "fp16_scale": None,
-             "world": 1, "batch": {"global_batch_size": 8}, "model": {**vars(model.cfg)},
+    state = {"step": step, "samples": 8 * step, "tokens": 512 * step, "updates": 2, "skipped_in_a_row": 0,
+             "fp16_scale": None, "world": 1, "batch": {"global_batch_size": 8}, "model": {**vars(model.cfg)},
              "config": {**vars(Settings()), "global_batch_size": 8, "micro_batch_size": 8, **TINY, **values,
                         **{key: value for key, value in (given or {}).items() if value is not None}},
              "given": given or {}, "defaults": {}}
     return checkpoint.save_state(out_dir, model, optimizer, state, RUN, keep_last)
 
 
-# ---- the state ------------------------------------------------------------------------------------------------------
+# ---- the state --------------------------------------------------------------------------------------------
 
 def test_state_comes_back_to_the_bit():
     first = trained()
@@ -87,15 +88,17 @@ def test_state_is_described_by_global_names_and_pieces():
     path = save(2)
     shards = json.loads((path / "shards.json").read_text())
     names = set(shards)
-    assert "model.model.layers.1.mlp.up_proj.weight" in names and "optim.model.layers.1.mlp.up_proj.weight.momentum" in names
+    assert "model.model.layers.1.mlp.up_proj.weight" in names \
+        and "optim.model.layers.1.mlp.up_proj.weight.momentum" in names
     assert {"model.embed_tokens.weight"} == {n.removeprefix("optim.").rsplit(".", 1)[0] for n in names
                                              if n.endswith("embed_tokens.weight.exp_avg")}
     assert shards["model.model.norm.weight"] == {
-        "shape": [32], "dtype": "float32", "pieces": [{"file": "model-00000-of-00001.safetensors",
-                                                       "key": "model.model.norm.weight", "offset": [0], "length": [32]}]}
+        "shape": [32], "dtype": "float32", "pieces": [
+            {"file": "model-00000-of-00001.safetensors", "key": "model.model.norm.weight",
+             "offset": [0], "length": [32]}]}
     assert sorted(p.name for p in path.iterdir()) == [
-        "complete", "model-00000-of-00001.safetensors", "optim-00000-of-00001.safetensors", "rng-00000.safetensors",
-        "shards.json", "state.json"]
+        "complete", "model-00000-of-00001.safetensors", "optim-00000-of-00001.safetensors",
+        "rng-00000.safetensors", "shards.json", "state.json"]
 
 
 def test_tensors_cut_into_pieces_are_put_together():
@@ -110,8 +113,8 @@ def test_tensors_cut_into_pieces_are_put_together():
                        "length": list(part.shape)})
     shards["model.model.embed_tokens.weight"]["pieces"] = pieces
     (path / "shards.json").write_text(json.dumps(shards))
-    assert torch.equal(checkpoint.read_pieces(path, ["model.model.embed_tokens.weight"])["model.model.embed_tokens.weight"],
-                       whole)
+    read = checkpoint.read_pieces(path, ["model.model.embed_tokens.weight"])
+    assert torch.equal(read["model.model.embed_tokens.weight"], whole)
 
 
 def test_only_the_newest_states_are_kept():
@@ -136,7 +139,8 @@ def test_a_damaged_state_is_skipped_with_a_sentence(damage):
     elif damage == "marker":
         (bad / "complete").write_text("{")
     else:
-        (bad / "state.json").write_text((bad / "state.json").read_text().replace('"version": 1', '"version": 9'))
+        text = (bad / "state.json").read_text()
+        (bad / "state.json").write_text(text.replace('"version": 1', '"version": 9'))
     found, said = checkpoint.newest_state(Path("run"))
     assert found == good and len(said) == 1 and str(bad) in said[0]
     with pytest.raises(UserError, match="00000002"):
@@ -144,7 +148,7 @@ def test_a_damaged_state_is_skipped_with_a_sentence(damage):
 
 
 def die_after(steps_on_disk: int):
-    """In a child process: replace run/ by a later save, and die by SIGKILL at the n-th thing done to the disk."""
+    """In a child process: replace run/ by a later save; die by SIGKILL at the n-th thing done to the disk."""
     model, left = trained(steps=3, seed=4), [steps_on_disk]
 
     def counted(original):
@@ -187,10 +191,11 @@ def test_kill_9_at_any_point_of_a_save_leaves_a_state_and_a_model():
         if child.exitcode == 0:
             break
     assert child.exitcode == 0 and steps_on_disk > 15
-    assert state.name == "00000002" and torch.equal(model.model.embed_tokens.weight, second.model.embed_tokens.weight)
+    assert state.name == "00000002" \
+        and torch.equal(model.model.embed_tokens.weight, second.model.embed_tokens.weight)
 
 
-# ---- is it this run's? ----------------------------------------------------------------------------------------------
+# ---- is it this run's? ------------------------------------------------------------------------------------
 
 def test_equal_settings_go_on_and_lengths_and_intervals_may_change():
     path = save(5, given={"lr": 1e-2, "tokens": 1000})
@@ -203,8 +208,8 @@ def test_equal_settings_go_on_and_lengths_and_intervals_may_change():
     assert (cfg.tokens, cfg.max_steps) == (None, 7)
 
 
-@pytest.mark.parametrize("now", [{"lr": 2e-2}, {"data": "book.txt"}, {"global_batch_size": 16}, {"hidden_size": 64},
-                                 {"init_from": "base"}])
+@pytest.mark.parametrize("now", [{"lr": 2e-2}, {"data": "book.txt"}, {"global_batch_size": 16},
+                                 {"hidden_size": 64}, {"init_from": "base"}])
 def test_other_settings_are_refused_by_name_and_nothing_is_touched(now):
     save(5)
     before = sorted(str(p) for p in Path("run").rglob("*"))
@@ -238,7 +243,7 @@ def test_a_path_forces_other_settings_but_never_another_shape():
     said = []
     assert checkpoint.resume(asked(lr=2e-2, resume=str(path)), said.append) == path
     assert "lr was 0.01, is 0.02" in said[0]
-    assert checkpoint.resume(asked(lr=2e-2, resume="run"), said.append) == path          # an out_dir means its newest
+    assert checkpoint.resume(asked(lr=2e-2, resume="run"), said.append) == path  # an out_dir: its newest
     with pytest.raises(UserError, match="shape.*hidden_size"):
         checkpoint.resume(asked(hidden_size=64, resume=str(path)))
 
@@ -269,7 +274,7 @@ def test_a_key_that_another_script_was_given_must_hold_its_default():
         checkpoint.resume(asked())
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model --------------------------------------------------------------------------------------------
 
 def test_shards_and_index_are_written_and_stale_files_removed():
     model = trained()[0]
@@ -302,9 +307,10 @@ def test_weights_of_two_steps_are_refused_or_replaced_by_the_newest_state(monkey
 
 @pytest.mark.parametrize("fault,says", [
     ("missing", "1 missing: model.norm.weight"), ("unexpected", "1 unexpected: model.extra"),
-    ("shape", r"1 of another shape: model.norm.weight \[7\]"), ("torn", "safetensors"), ("no weights", "no model.safetensors"),
-    ("pickle", "convert it to safetensors"), ("no config", "config.json"), ("family", "model_type='bert'"),
-    ("act", "hidden_act"), ("json", "cannot be read"), ("nothing", "not a directory")])
+    ("shape", r"1 of another shape: model.norm.weight \[7\]"), ("torn", "safetensors"),
+    ("no weights", "no model.safetensors"), ("pickle", "convert it to safetensors"),
+    ("no config", "config.json"), ("family", "model_type='bert'"), ("act", "hidden_act"),
+    ("json", "cannot be read"), ("nothing", "not a directory")])
 def test_model_directories_that_do_not_fit_are_refused_by_name(fault, says):
     checkpoint.save_model_dir(trained()[0], None, "m")
     weights = load_file("m/model.safetensors")
@@ -335,7 +341,8 @@ def test_model_directories_that_do_not_fit_are_refused_by_name(fault, says):
 
 
 def test_a_missing_head_is_never_replaced_by_random_numbers():
-    checkpoint.save_model_dir(Model(ModelConfig(**TINY, tie_word_embeddings=False)).init_weights(0), None, "m")
+    model = Model(ModelConfig(**TINY, tie_word_embeddings=False)).init_weights(0)
+    checkpoint.save_model_dir(model, None, "m")
     weights = load_file("m/model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, "m/model.safetensors")

@@ -30,6 +30,7 @@ class Config(Base):
     seed: int = 0                                # any
     # how much
     tokens: int | None = None                    # a budget
+    max_steps: int | None = None                 # another way to say it
     micro_batch_size: int | Literal["auto"] = "auto"    # sequences
     lr: float = 0.02                             # peak
     beta1: float = 0.9                           # a fraction
@@ -93,6 +94,16 @@ def test_files_and_flags_are_read_in_order_and_the_later_wins():
     assert load(Config, [second, first]).seed == 1
     assert config.default_out_dir(load(Config, [first, second])) == "out/second"
     assert config.default_out_dir(load(Config, [])) == "out/test_config"
+
+
+def test_a_later_length_in_another_unit_replaces_the_earlier_one():
+    file, other = write("a.py", "tokens = '1M'"), write("b.py", "max_steps = 7")
+    cfg = load(Config, [file, "--max_steps=5"])
+    assert (cfg.tokens, cfg.max_steps) == (None, 5) and "tokens" not in cfg.given
+    cfg = load(Config, [file, other])
+    assert (cfg.tokens, cfg.max_steps) == (None, 7)
+    cfg = load(Config, ["--max_steps=5", "--tokens=9"])    # a contradiction, for the script to refuse
+    assert (cfg.tokens, cfg.max_steps) == (9, 5)
 
 
 def test_a_config_file_imports_another_from_the_repo(monkeypatch):

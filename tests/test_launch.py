@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -410,3 +411,25 @@ def test_from_python_the_script_runs_in_children_and_its_result_comes_back(monke
     with pytest.raises(UserError, match="^no good after all$"):
         script_of_test.train(end="refuse")
     assert capfd.readouterr().err.count("script_of_test.py: no good after all") == 1       # of two ranks
+
+
+def test_a_device_that_computes_other_losses_than_the_cpu_is_refused():
+    class Ids:
+        def to(self, device):
+            return self
+
+    class Network:
+        def __init__(self, loss, on_cpu):
+            self.loss, self.on_cpu = loss, on_cpu
+
+        def __call__(self, ids, labels):
+            return torch.tensor(self.loss), 1
+
+        def cpu(self):
+            return Network(self.on_cpu, self.on_cpu)
+
+    mps = SimpleNamespace(device=SimpleNamespace(type="mps"))
+    launch.compare_with_cpu(Network(4.0001, 4.0), Ids(), mps)
+    for wrong in (4.2, float("nan")):
+        with pytest.raises(UserError, match="update macOS"):
+            launch.compare_with_cpu(Network(wrong, 4.0), Ids(), mps)

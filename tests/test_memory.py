@@ -8,8 +8,8 @@ import memory
 from config import UserError
 from model import Model, ModelConfig
 
-SMALL = dict(vocab_size=512, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
-             intermediate_size=512)
+SMALL = dict(vocab_size=512, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+             head_dim=32, intermediate_size=512)
 B, T = 4, 128
 
 
@@ -24,8 +24,8 @@ def kept_by_autograd(cfg: ModelConfig, dtype: torch.dtype, recompute: str) -> tu
         alive.append(t)
         storage = t.untyped_storage()
         if storage.data_ptr() not in weights:
-            copy = dtype != torch.float32 and t.dtype == dtype and tuple(t.shape) in shapes and t.grad_fn is not None \
-                and t.grad_fn.name() == "TBackward0"
+            copy = dtype != torch.float32 and t.dtype == dtype and tuple(t.shape) in shapes \
+                and t.grad_fn is not None and t.grad_fn.name() == "TBackward0"
             storages[storage.data_ptr()] = storage.nbytes(), copy
         return t
 
@@ -63,15 +63,17 @@ def test_weights_gradients_and_moments_are_what_the_optimizer_holds():
         gradients = sum(p.grad.nbytes for p in model.parameters())
         optimizer.step(torch.tensor(1.0), 1e-3)
         named = memory.estimate(cfg, B, T, torch.float32, name)
-        assert named["parameters"] == sum(p.nbytes for p in model.parameters()) == named["gradients"] == gradients
+        assert named["parameters"] == sum(p.nbytes for p in model.parameters()) \
+            == named["gradients"] == gradients
         assert named["optimizer"] == sum(t.nbytes for t in optimizer.moments().values())
 
 
-# ---- the batch ------------------------------------------------------------------------------------------------------
+# ---- the batch --------------------------------------------------------------------------------------------
 
 def plan(replicas=1, memory_bytes=2**62, device="cuda", stored=None, **changes):
-    values = dict(ModelConfig(**SMALL).__dict__, sequence_length=512, micro_batch_size="auto", global_batch_size=None,
-                  gradient_accumulation=None, optimizer="muon", recompute="none", tokens=10_000_000)
+    values = dict(ModelConfig(**SMALL).__dict__, sequence_length=512, micro_batch_size="auto",
+                  global_batch_size=None, gradient_accumulation=None, optimizer="muon", recompute="none",
+                  tokens=10_000_000)
     cfg = type("Config", (ModelConfig,), {})(**SMALL)
     for key, value in {**values, **changes}.items():
         setattr(cfg, key, value)
@@ -99,7 +101,8 @@ def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do(replica
 
 
 def test_auto_takes_the_largest_divisor_that_fits():
-    need = sum(memory.estimate(ModelConfig(**SMALL), 12, 512, torch.float32, "muon").values()) * 1.0001 / memory.HEADROOM
+    need = sum(memory.estimate(ModelConfig(**SMALL), 12, 512, torch.float32, "muon").values()) \
+        * 1.0001 / memory.HEADROOM
     assert plan(memory_bytes=need, global_batch_size=48) == (12, 4, 48)
     assert plan(memory_bytes=need, global_batch_size=50) == (10, 5, 50)
     assert plan(memory_bytes=need * 0.999, global_batch_size=48) == (8, 6, 48)

@@ -1,4 +1,4 @@
-"""model.py against transformers (logits, every gradient), and its own promises: cache, masks, chunked loss, sizes."""
+"""model.py against transformers (logits, every gradient), and its promises: cache, masks, loss, sizes."""
 import itertools
 
 import pytest
@@ -11,11 +11,12 @@ from config import UserError
 from model import Cache, Model, ModelConfig, context, count_parameters, generate, shape_for
 
 # odd sizes, so that a swapped dimension cannot pass
-ODD = dict(vocab_size=131, hidden_size=54, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=10,
-           intermediate_size=72, max_position_embeddings=64)
+ODD = dict(vocab_size=131, hidden_size=54, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+           head_dim=10, intermediate_size=72, max_position_embeddings=64)
 CASES = {
     "qwen3": dict(model_type="qwen3", rms_norm_eps=1e-5),
-    "qwen3-untied-bias": dict(model_type="qwen3", tie_word_embeddings=False, attention_bias=True, rope_theta=5e5),
+    "qwen3-untied-bias": dict(model_type="qwen3", tie_word_embeddings=False, attention_bias=True,
+                               rope_theta=5e5),
     "qwen3-sliding": dict(model_type="qwen3", sliding_window=7,
                           layer_types=["full_attention", "sliding_attention", "sliding_attention"]),
     "qwen3-yarn": dict(model_type="qwen3", rope_scaling={"rope_type": "yarn", "factor": 4.0,
@@ -23,7 +24,8 @@ CASES = {
     "llama": dict(model_type="llama"),
     "llama-bias": dict(model_type="llama", mlp_bias=True, attention_bias=True, tie_word_embeddings=False),
     "llama3": dict(model_type="llama", rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                                                     "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+                                                     "high_freq_factor": 4.0,
+                                                     "original_max_position_embeddings": 32}),
     "llama-linear": dict(model_type="llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }
 JUDGE = """
@@ -32,13 +34,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 for case in {cases}:
-    model, loading = AutoModelForCausalLM.from_pretrained(case, dtype=torch.float32, attn_implementation="eager",
-                                                          output_loading_info=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        case, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"], loading
     ids = load_file("ids.safetensors")["ids"]
     logits = model(ids).logits
-    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
-    save_file({{"logits": logits.detach(), **{{n: p.grad for n, p in model.named_parameters()}}}}, case + ".safetensors")
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(),
+                                      reduction="sum").backward()
+    save_file({{"logits": logits.detach(), **{{n: p.grad for n, p in model.named_parameters()}}}},
+              case + ".safetensors")
 """
 
 
@@ -89,7 +93,7 @@ def test_a_saved_model_comes_back_with_the_same_config_and_weights(judged, name)
     assert torch.equal(model(some_ids(1, 20)), again(some_ids(1, 20)))
 
 
-# ---- loss -----------------------------------------------------------------------------------------------------------
+# ---- loss -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows,chunk", [(37, 8), (8, 8), (5, 100)])
 def test_chunked_loss_and_its_gradients_equal_cross_entropy(rows, chunk):
@@ -112,7 +116,8 @@ def test_loss_never_holds_more_logits_than_a_chunk():
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            seen.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, torch.Tensor))
             return out
 
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
@@ -129,7 +134,7 @@ def test_rows_without_labels_give_zero_and_no_nan():
     assert all(p.grad.abs().max() == 0 for p in model.parameters())
 
 
-# ---- attention ------------------------------------------------------------------------------------------------------
+# ---- attention --------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}], ids=["full", "sliding"])
 def test_packed_documents_equal_documents_alone(changes):
@@ -151,7 +156,7 @@ def test_recomputation_changes_no_gradient(recompute):
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-# ---- cache and generation -------------------------------------------------------------------------------------------
+# ---- cache and generation ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}], ids=["full", "sliding"])
 def test_cached_states_equal_the_full_pass(changes):
@@ -184,7 +189,8 @@ def test_padding_of_the_vocabulary_is_never_drawn():
     model = tiny()
     with torch.no_grad():
         model.model.norm.weight.zero_()                    # all logits equal: any id would be drawn
-    drawn = itertools.chain(*collect(model, [[1], [2]], 200, vocab_size=100, generator=torch.Generator().manual_seed(0)))
+    drawn = itertools.chain(*collect(model, [[1], [2]], 200, vocab_size=100,
+                                     generator=torch.Generator().manual_seed(0)))
     assert max(drawn) < 100
 
 
@@ -194,7 +200,8 @@ def test_sampling_filters_keep_what_they_promise():
     generator = torch.Generator().manual_seed(0)
 
     def drawn(**options):
-        defaults = dict(seen=None, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
+        defaults = dict(seen=None, temperature=1.0, top_k=None, top_p=None, min_p=None,
+                        repetition_penalty=1.0)
         return sorted(set(pick(logits, generator=generator, **{**defaults, **options}).tolist()))
 
     assert drawn() == [0, 1, 2, 3]
@@ -207,7 +214,7 @@ def test_sampling_filters_keep_what_they_promise():
     assert drawn(temperature=0, seen=seen, repetition_penalty=3.0) == [1]
 
 
-# ---- shapes ---------------------------------------------------------------------------------------------------------
+# ---- shapes -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("vocab", [320, 4096, 32768, 50304])
 def test_shape_is_within_two_percent_where_the_embedding_takes_at_most_half(vocab):
@@ -237,7 +244,8 @@ def test_vocabulary_larger_than_the_budget_is_refused_with_the_largest_that_fits
 
 
 @pytest.mark.parametrize("changes,says", [
-    ({"num_key_value_heads": 4}, "not divisible"), ({"head_dim": 9}, "odd"), ({"vocab_size": None}, "vocab_size"),
+    ({"num_key_value_heads": 4}, "not divisible"), ({"head_dim": 9}, "odd"),
+    ({"vocab_size": None}, "vocab_size"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"model_type": "llama", "sliding_window": 8}, "llama")])

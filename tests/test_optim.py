@@ -11,10 +11,11 @@ import optim
 from forked import run_ranks
 from model import Model, ModelConfig
 
-CFG = dict(optimizer="muon", lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8, schedule="linear", start_lr=0.0,
-           final_lr=None, warmup_ratio=0.1, decay_ratio=0.2, decay_shape="linear")
-TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-            intermediate_size=48)
+CFG = dict(optimizer="muon", lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8,
+           schedule="linear", start_lr=0.0, final_lr=None, warmup_ratio=0.1, decay_ratio=0.2,
+           decay_shape="linear")
+TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, intermediate_size=48)
 
 
 def settings(**changes):
@@ -26,7 +27,8 @@ class Stacked(nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        for name, shape in dict(wide=(6, 10), tall=(10, 6), square=(8, 8), wide2=(6, 10), experts=(3, 6, 10), norm=(8,)).items():
+        for name, shape in dict(wide=(6, 10), tall=(10, 6), square=(8, 8), wide2=(6, 10),
+                                experts=(3, 6, 10), norm=(8,)).items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
 
 
@@ -37,10 +39,12 @@ def set_gradients(model, seed):
 
 
 def test_muon_equals_torch_optim_muon(monkeypatch):
-    from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, _zeropower_via_newtonschulz as theirs_of
+    from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS
+    from torch.optim._muon import _zeropower_via_newtonschulz as theirs_of
 
-    def one_by_one(stack):                                 # torch's own, so that all else must be equal to the bit
-        return torch.stack([theirs_of(g, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, 1e-7) for g in stack]).float()
+    def one_by_one(stack):                           # torch's own, so that all else must be equal to the bit
+        return torch.stack([theirs_of(g, (DEFAULT_A, DEFAULT_B, DEFAULT_C), DEFAULT_NS_STEPS, 1e-7)
+                            for g in stack]).float()
 
     g = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(3))
     difference = optim.orthogonalize(g, dtype=torch.bfloat16).float() - one_by_one(g)
@@ -50,8 +54,8 @@ def test_muon_equals_torch_optim_muon(monkeypatch):
     optimizer = optim.Optimizer(ours, settings())
     matrices = {n: p for n, p in theirs.named_parameters() if p.ndim == 2}
     stack = [nn.Parameter(m.clone()) for m in theirs.experts.detach()]
-    judge = torch.optim.Muon([*matrices.values(), *stack], lr=1e-2, weight_decay=0.1, momentum=0.95, nesterov=True,
-                             adjust_lr_fn="match_rms_adamw")
+    judge = torch.optim.Muon([*matrices.values(), *stack], lr=1e-2, weight_decay=0.1, momentum=0.95,
+                             nesterov=True, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         set_gradients(ours, step)
         set_gradients(theirs, step)
@@ -59,7 +63,8 @@ def test_muon_equals_torch_optim_muon(monkeypatch):
             expert.grad = grad.clone()
         optimizer.step(torch.tensor(1.0), 1e-2)
         judge.step()
-    moved = {**{n: (p, getattr(ours, n)) for n, p in matrices.items()}, "experts": (torch.stack(stack), ours.experts)}
+    moved = {**{n: (p, getattr(ours, n)) for n, p in matrices.items()},
+             "experts": (torch.stack(stack), ours.experts)}
     for name, (wanted, got) in moved.items():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
@@ -79,8 +84,8 @@ def test_the_rest_equals_torch_adamw_and_only_matrices_decay():
     optimizer = optim.Optimizer(ours, settings(optimizer="adamw"))
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     rest = [p for p in theirs.parameters() if p.ndim < 2]
-    judge = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)], lr=3e-3,
-                              betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    judge = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
+                              lr=3e-3, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     for step in range(4):
         set_gradients(ours, step)
         set_gradients(theirs, step)
@@ -94,7 +99,8 @@ def test_muon_takes_the_matrices_of_the_layers_only():
     model = Model(ModelConfig(**TINY, tie_word_embeddings=False, attention_bias=True))
     optimizer = optim.Optimizer(model, settings())
     muon = set(optimizer.muon.params)
-    assert {n.rsplit(".", 2)[1] for n in muon} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {n.rsplit(".", 2)[1] for n in muon} == {"q_proj", "k_proj", "v_proj", "o_proj",
+                                                   "gate_proj", "up_proj", "down_proj"}
     assert all(n.endswith("weight") for n in muon)
     named = sum(len(g["params"]) for g in optimizer.adamw.param_groups) + len(muon)
     assert named == len(list(model.parameters()))
@@ -117,7 +123,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(bad):
     set_gradients(model, 2)
     optimizer.step(optim.finish_gradients(model, 1.0, 1.0), 1e-2)
     assert (int(optimizer.skipped), int(optimizer.skipped_in_a_row)) == (1, 0)
-    assert all(state["step"] == 2 for state in optimizer.adamw.state.values())           # the skipped one does not count
+    assert all(state["step"] == 2 for state in optimizer.adamw.state.values())     # skipped ones don't count
 
 
 def test_clip_scales_first_and_returns_the_norm_before_the_clip():
@@ -126,10 +132,12 @@ def test_clip_scales_first_and_returns_the_norm_before_the_clip():
     whole = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters()))
     norm = optim.finish_gradients(model, 0.5, clip=1.0)
     assert float(norm) == pytest.approx(0.5 * whole, rel=1e-6)
-    assert math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters())) == pytest.approx(1.0, rel=1e-4)
+    assert math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters())) \
+        == pytest.approx(1.0, rel=1e-4)
     set_gradients(model, 0)
     optim.finish_gradients(model, 0.5, clip=None)
-    assert math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters())) == pytest.approx(0.5 * whole, rel=1e-6)
+    assert math.sqrt(sum(float(p.grad.pow(2).sum()) for p in model.parameters())) \
+        == pytest.approx(0.5 * whole, rel=1e-6)
 
 
 def test_schedules_follow_their_formulas():
@@ -146,7 +154,8 @@ def test_schedules_follow_their_formulas():
     wsd = curve(schedule="wsd", final_lr=0.2)
     assert wsd[10:81] == [1.0] * 71 and wsd[90] == pytest.approx(0.2 + 0.8 * 0.5)
     assert curve(schedule="wsd", decay_shape="cosine", final_lr=0.0)[90] == pytest.approx(0.5)
-    assert curve(schedule="linear", start_lr=0.5, warmup_ratio=0.04)[:4] == pytest.approx([0.625, 0.75, 0.875, 1.0])
+    assert curve(schedule="linear", start_lr=0.5, warmup_ratio=0.04)[:4] \
+        == pytest.approx([0.625, 0.75, 0.875, 1.0])
 
 
 def sharded_muon():

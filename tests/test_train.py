@@ -58,7 +58,7 @@ def weights(out_dir) -> dict:
     return checkpoint.load_model_dir(out_dir)[0].state_dict()
 
 
-# ---- the same run on any number of ranks ----------------------------------------------------------------------------
+# ---- the same run on any number of ranks ------------------------------------------------------------------
 
 SPLITS = {"1 rank": (1, 8, 12), "1 rank, 4 forwards": (1, 3, 12), "2 ranks": (2, 6, 12), "2 ranks, 3 forwards": (2, 2, 12),
           "3 ranks": (3, 2, 12), "4 ranks": (4, 3, 12), "6 ranks": (6, 2, 12)}
@@ -108,7 +108,7 @@ def count_reductions(corpus):
     return fired.count(0)
 
 
-# ---- stopped and resumed --------------------------------------------------------------------------------------------
+# ---- stopped and resumed ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_resume_is_bitwise(corpus, optimizer):
@@ -213,7 +213,7 @@ def test_max_minutes_saves_and_ends(corpus):
     assert result["steps"] == 1 and Path("run/checkpoints/00000001/complete").exists()
 
 
-# ---- what can go wrong ----------------------------------------------------------------------------------------------
+# ---- what can go wrong ------------------------------------------------------------------------------------
 
 def break_gradients(monkeypatch, steps) -> None:
     original, calls = train.optim.finish_gradients, []
@@ -248,7 +248,7 @@ def test_a_loss_that_does_not_move_is_pointed_out(corpus, capsys):
 
 
 @pytest.mark.parametrize("options,says", [
-    (dict(data="nowhere"), "nowhere"), (dict(tokens=10, max_steps=3), "one of tokens, max_steps, epochs"),
+    (dict(data="nowhere"), "nowhere"), (dict(tokens=10, max_steps=3), "tokens and max_steps were both given"),
     (dict(max_epochs=1, max_steps=10**6), "Dataset is too small for this run: available-samples="),
     (dict(sequence_length=10**6), "Dataset is too small for this run: the training split"),
     (dict(global_batch_size=12, micro_batch_size=8), "use a global_batch_size of"), (dict(vocab_size=100), "vocab_size=100"),
@@ -298,7 +298,7 @@ def test_one_rank_out_of_memory_ends_both_in_seconds_with_one_sentence(corpus):
     assert "rank 0 steps 5" in run.stdout and "rank 1 steps 5" in run.stdout and "resuming at step 2" in run.stdout
 
 
-# ---- evaluation -----------------------------------------------------------------------------------------------------
+# ---- evaluation -------------------------------------------------------------------------------------------
 
 def test_validation_loss_and_bits_per_byte_are_those_of_every_token_once(corpus, capsys):
     result = go(corpus, out_dir="run", max_steps=2)
@@ -324,7 +324,7 @@ def test_eval_tokens_takes_a_fixed_part_and_says_so(corpus, capsys):
     assert [m["tokens"] for m in metrics("run") if "validation-loss" in m] == [64]
 
 
-# ---- weights, text, objects -----------------------------------------------------------------------------------------
+# ---- weights, text, objects -------------------------------------------------------------------------------
 
 def test_init_from_trains_on_from_the_given_weights(corpus):
     go(corpus, out_dir="base", max_steps=8)
@@ -349,6 +349,22 @@ def test_raw_text_trains_without_a_step_of_its_own(capsys):
     said = capsys.readouterr().out
     assert "is raw text: preparing it in data/book-" in said and "--- sample ---" in said
     assert isinstance(sample.generate("run", "12 green", max_new_tokens=5), str)
+
+
+def test_preparing_may_take_longer_than_the_process_groups_timeout():
+    Path("book.txt").write_text("\n".join(f"{i} green bottles hanging on the wall" for i in range(3000)))
+    results = run_ranks(prepare_slowly, 2, dict(data="book.txt", timeout=5, max_steps=2, micro_batch_size=2, out_dir="run"))
+    assert [result["steps"] for result in results] == [2, 2]
+
+
+def prepare_slowly(options):
+    original = prepare.encode_all
+
+    def slow(*args, **kwargs):
+        time.sleep(20)
+        return original(*args, **kwargs)
+    prepare.encode_all = slow
+    return train.train(**{**SMALL, **options, "sample_interval": None})
 
 
 def test_document_mask_hides_other_documents_from_the_loss(corpus):
@@ -386,7 +402,7 @@ def test_two_visible_gpus_train_in_a_child_and_return_its_result(monkeypatch, ca
         train.train(**{**options, "out_dir": "other"}, global_batch_size=3, max_steps=2)
 
 
-# ---- precision, compile ---------------------------------------------------------------------------------------------
+# ---- precision, compile -----------------------------------------------------------------------------------
 
 def test_bf16_and_fp16_learn_what_fp32_learns(corpus):
     losses = {dtype: go(corpus, out_dir=dtype, dtype=dtype)["losses"] for dtype in ("fp32", "bf16", "fp16")}
@@ -406,7 +422,7 @@ def test_compiled_layers_give_the_same_losses_and_names(corpus):
     assert weights("True").keys() == weights("False").keys()
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
+# ---- the command line -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("file", sorted(p.name for p in (REPO / "configs").glob("*.py")))
 def test_every_config_is_headed_by_the_command_that_uses_it_and_loads(file):

