@@ -3,11 +3,14 @@ What reaches the disk. Two things, never confused:
 
 the model   a Hugging Face directory: config.json, generation_config.json, model.safetensors (or shards and their index),
             tokenizer files. out_dir always holds the latest one.         save_model_dir, load_model_dir
-the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, independent of the number of processes:
-            state.json, shards.json (global name -> shape, dtype, pieces), model-*.safetensors, optim-*.safetensors,
-            rng-*.safetensors and, written last, `complete` (the size of every file).       save_state, resume, restore
+the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, independent of the number
+of processes:
+            state.json, shards.json (global name -> shape, dtype, pieces), model-*.safetensors,
+            optim-*.safetensors, rng-*.safetensors and, written last, `complete` (the size of every file).
+            save_state, resume, restore
 
-Files are written beside their name, flushed and renamed, so that a kill at any byte leaves what was there before.
+Files are written beside their name, flushed and renamed, so that a kill at any byte leaves what was there
+before.
 """
 import dataclasses
 import glob
@@ -33,7 +36,7 @@ ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ------------------------------------------------------------------------------------------------
 
 def flush(path: Path) -> None:
     """Bring a file (or, where the system can, a directory's names) safely to the disk."""
@@ -78,7 +81,7 @@ def read_json(path: Path) -> dict:
     return content
 
 
-# ---- the model's config, ours <-> Hugging Face's --------------------------------------------------------------------
+# ---- the model's config, ours <-> Hugging Face's ----------------------------------------------------------
 
 def config_to_hf(cfg: ModelConfig, tokenizer=None, dtype: torch.dtype = torch.float32) -> dict:
     """config.json as transformers 4 and 5, vLLM and llama.cpp read it (both spellings where they differ)."""
@@ -136,14 +139,14 @@ def model_config(cfg) -> ModelConfig:
     return ModelConfig(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(ModelConfig)})
 
 
-# ---- the model: a Hugging Face directory ----------------------------------------------------------------------------
+# ---- the model: a Hugging Face directory ------------------------------------------------------------------
 
 def save_model_dir(model: Model, tokenizer, path: str | Path, dtype: torch.dtype | None = None,
                    shard_size: int | None = None, step: int | None = None) -> None:
     """
-    Write `model` as a directory that transformers opens: one weight file, or files of at most `shard_size` bytes and an
-    index. dtype None keeps the parameters' own. Every weight file carries `step`. Files are replaced one by one, the
-    tokenizer and the config first.
+    Write `model` as a directory that transformers opens: one weight file, or files of at most `shard_size`
+    bytes and an index. dtype None keeps the parameters' own. Every weight file carries `step`. Files are
+    replaced one by one, the tokenizer and the config first.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -188,9 +191,10 @@ def split_by_size(tensors: dict[str, Tensor], limit: int | None) -> list[dict[st
 def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
                    dtype: torch.dtype | None = None) -> tuple[Model, "tokenizers.Tokenizer | None"]:
     """
-    (model, tokenizer) of a Hugging Face directory, an out_dir, or one of its checkpoints. dtype None = as stored; the
-    tokenizer is None when the directory has none. UserError, with the names, for missing or unexpected weights. While
-    another process replaces the files one by one, this waits, then takes the newest complete state beside them.
+    (model, tokenizer) of a Hugging Face directory, an out_dir, or one of its checkpoints. dtype None = as
+    stored; the tokenizer is None when the directory has none. UserError, with the names, for missing or
+    unexpected weights. While another process replaces the files one by one, this waits, then takes the
+    newest complete state beside them.
     """
     path = Path(path)
     if not path.is_dir():
@@ -276,12 +280,13 @@ def tokenizer_of(path: Path):
     return tokenizers.load_tokenizer(path) if (path / "tokenizer.json").exists() else None
 
 
-# ---- the state: writing ---------------------------------------------------------------------------------------------
+# ---- the state: writing -----------------------------------------------------------------------------------
 
 def save_state(out_dir: str | Path, model: Model, optimizer, state: dict, run, keep_last: int) -> Path:
     """
-    Write <out_dir>/checkpoints/<step>: every rank calls this, rank 0 writes. `state` is state.json's content ("step" and
-    the counters in it). Older complete states beyond the newest `keep_last` are removed afterwards.
+    Write <out_dir>/checkpoints/<step>: every rank calls this, rank 0 writes. `state` is state.json's content
+    ("step" and the counters in it). Older complete states beyond the newest `keep_last` are removed
+    afterwards.
     """
     generators = gather_generators(run)
     final = Path(out_dir) / "checkpoints" / f"{state['step']:08d}"
@@ -336,7 +341,7 @@ def gather_generators(run) -> list[dict[str, Tensor]]:
     return [{key: everyone[key][rank] for key in mine} for rank in range(run.world)]
 
 
-# ---- the state: reading ---------------------------------------------------------------------------------------------
+# ---- the state: reading -----------------------------------------------------------------------------------
 
 def fault_of(path: Path) -> str:
     """Why a directory is not a complete state; "" when it is one."""
@@ -401,7 +406,10 @@ def load_from_state(path: Path, device: str | torch.device, dtype: torch.dtype |
 
 
 def restore(path: Path, model: Model, optimizer, scale, run) -> None:
-    """Fill model, optimizer, fp16 loss scale and this rank's generators from a complete state. Every rank calls this."""
+    """
+    Fill model, optimizer, fp16 loss scale and this rank's generators from a complete state. Every rank calls
+    this.
+    """
     state = read_json(path / "state.json")
     tensors = read_pieces(path)
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
@@ -423,7 +431,7 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
         scale.value.fill_(state["fp16_scale"])
 
 
-# ---- the state: is it this run's? -----------------------------------------------------------------------------------
+# ---- the state: is it this run's? -------------------------------------------------------------------------
 
 FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tokens", "eval_only", "log_interval", "sample_interval", "save_interval",
         "model_interval", "keep_last", "wandb_project", "wandb_entity", "wandb_name", "tensorboard", "nsys_start",
@@ -434,9 +442,10 @@ FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tok
 
 def resume(cfg, run_say=print) -> Path | None:
     """
-    The state that a run with this config goes on from, or None to start afresh; reads JSON only. Brings `cfg` in line with
-    the state: a key given in neither run takes the state's value, None and "auto" take what they were resolved to, and with
-    no length given the stored one stays. UserError when out_dir holds another run, naming the keys that differ.
+    The state that a run with this config goes on from, or None to start afresh; reads JSON only. Brings
+    `cfg` in line with the state: a key given in neither run takes the state's value, None and "auto" take
+    what they were resolved to, and with no length given the stored one stays. UserError when out_dir holds
+    another run, naming the keys that differ.
     """
     out = Path(cfg.out_dir)
     if cfg.init_from is not None and os.path.realpath(cfg.init_from) == os.path.realpath(out):
@@ -514,7 +523,9 @@ def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None
 
 
 def name_objects(cfg) -> dict:
-    """Replace a live tokenizer or model in cfg by the directory in out_dir that save_objects() will put it in."""
+    """
+    Replace a live tokenizer or model in cfg by the directory in out_dir that save_objects() will put it in.
+    """
     live = {}
     for key in ("tokenizer", "init_from"):
         value = getattr(cfg, key)
@@ -525,7 +536,9 @@ def name_objects(cfg) -> dict:
 
 
 def save_objects(cfg, live: dict) -> None:
-    """Write what name_objects() found, where a child process or a later run will look for it. Rank 0 only."""
+    """
+    Write what name_objects() found, where a child process or a later run will look for it. Rank 0 only.
+    """
     for key, value in live.items():
         path = getattr(cfg, key)
         if isinstance(value, Model):
@@ -536,7 +549,10 @@ def save_objects(cfg, live: dict) -> None:
 
 
 def open_out_dir(cfg, given: dict) -> None:
-    """Create out_dir with run_config.json (all values, and what the user gave) and a copy of the sources. Rank 0 only."""
+    """
+    Create out_dir with run_config.json (all values, and what the user gave) and a copy of the sources. Rank
+    0 only.
+    """
     out = Path(cfg.out_dir)
     sources = out / "source"
     try:

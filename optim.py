@@ -143,7 +143,7 @@ class Optimizer:
         self.skipped_in_a_row = torch.zeros((), device=self.device)
 
     def step(self, norm: Tensor, lr: float) -> None:
-        """Move every parameter by its gradient and drop the gradients; nothing if `norm` is not finite."""
+        """Move every parameter by its gradient, drop the gradients; nothing moves if `norm` isn't finite."""
         finite = norm.isfinite()
         self.adamw.found_inf = (~finite).float()              # read by the fused kernel: skip without a sync
         for group in self.adamw.param_groups:

@@ -1,16 +1,16 @@
 """
 Let a model write.
 
-    python sample.py --out_dir=out/tiny --prompt="def main():"            an out_dir, one of its checkpoints, or a
-    python sample.py --out_dir=out/tiny --num_samples=5 --temperature=1   Hugging Face directory of a known family
-    python sample.py --out_dir=out/tiny --prompt_file=prompts.txt         one prompt a line; "-" reads standard input
-    python sample.py --out_dir=out/tiny --interactive                     type, and it goes on; an empty line ends
+    python sample.py --out_dir=out/tiny --prompt="def main():"       an out_dir, one of its checkpoints, or a
+    python sample.py --out_dir=out/tiny --num_samples=5              Hugging Face directory of a known family
+    python sample.py --out_dir=out/tiny --prompt_file=prompts.txt    one prompt a line; "-" = standard input
+    python sample.py --out_dir=out/tiny --interactive                type, and it goes on; an empty line ends
 
-From Python: from sample import generate, load_model, stream; generate("out/tiny", "def main():", max_new_tokens=50).
+From Python: from sample import generate, load_model, stream; generate("out/tiny", "def main():").
 
-Temperature 0 always takes the most likely token. A text longer than the model's context goes on with a window: each time it
-is full, the oldest half is dropped. Generation stops at the end-of-text token, at a stop string (not part of the result), or
-after max_new_tokens.
+Temperature 0 always takes the most likely token. A text longer than the model's context goes on with a
+window: each time it is full, the oldest half is dropped. Generation stops at the end-of-text token, at a
+stop string (not part of the result), or after max_new_tokens.
 """
 import functools
 import itertools
@@ -55,20 +55,22 @@ class Config:
 
 
 def main(cfg: Config) -> list[str]:
-    # ---- prompts and model ------------------------------------------------------------------------------------------
+    # ---- prompts and model ------------------------------------------------------------------------------
     aside = [key for key in ("prompt", "prompt_file", "num_samples") if key in cfg.given]
     if cfg.interactive and aside:
-        raise UserError(f"interactive goes on from what you type, one text at a time: leave out {' and '.join(aside)}")
+        raise UserError("interactive goes on from what you type, one text at a time: leave out "
+                        f"{' and '.join(aside)}")
     prompts = [] if cfg.interactive else read_prompts(cfg)
     model = load_model(cfg.out_dir, cfg.device, None if cfg.dtype == "auto" else cfg.dtype)
     _, tokenizer = ready(model, None, cfg.out_dir)
-    options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p,
-                   min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty, stop=cfg.stop, seed=cfg.seed)
+    options = dict(max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_k=cfg.top_k,
+                   top_p=cfg.top_p, min_p=cfg.min_p, repetition_penalty=cfg.repetition_penalty,
+                   stop=cfg.stop, seed=cfg.seed)
     if cfg.interactive:
         return converse(model, options)
 
-    # ---- one text: as it comes; several: in one batch ---------------------------------------------------------------
-    prompts = [tokenizer.normalize(prompt) for prompt in prompts]          # what the model reads, and can be printed
+    # ---- one text: as it comes; several: in one batch ---------------------------------------------------
+    prompts = [tokenizer.normalize(prompt) for prompt in prompts]      # what the model reads
     if len(prompts) == 1 and cfg.num_samples == 1:
         print(prompts[0], end="", flush=True)
         return [prompts[0] + write(model, prompts[0], options)]
@@ -86,13 +88,14 @@ def read_prompts(cfg: Config) -> list[str]:
     if "prompt" in cfg.given:
         raise UserError("prompt and prompt_file were both given: one of them says what to go on from")
     try:
-        text = sys.stdin.read() if cfg.prompt_file == "-" else Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
+        text = (sys.stdin.read() if cfg.prompt_file == "-"
+                else Path(cfg.prompt_file).read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"prompt_file={cfg.prompt_file} cannot be read: {error}") from None
-    prompts = [line for line in text.split("\n") if line.strip()]         # splitlines() would cut at form feeds, too
+    prompts = [line for line in text.split("\n") if line.strip()]     # splitlines() cuts at form feeds too
     if not prompts:
-        raise UserError(f"prompt_file={cfg.prompt_file} holds no prompt, only {len(text):,} blank characters: write one "
-                        f"a line")
+        raise UserError(f"prompt_file={cfg.prompt_file} holds no prompt, only {len(text):,} blank "
+                        "characters: write one a line")
     return prompts
 
 
@@ -110,7 +113,7 @@ def write(model: Model, prompt: str, options: dict) -> str:
 
 
 def converse(model: Model, options: dict) -> list[str]:
-    """Plain continuation: what was typed and written so far is the prompt of the next turn. Ctrl-C stops a turn."""
+    """Plain continuation: all that was typed and written is the next turn's prompt. Ctrl-C stops a turn."""
     text = ""
     while True:
         try:
@@ -125,12 +128,13 @@ def converse(model: Model, options: dict) -> list[str]:
     return [text]
 
 
-# ---- from Python ----------------------------------------------------------------------------------------------------
+# ---- from Python ----------------------------------------------------------------------------------------
 
 def load_model(path: str | Path, device: str = "auto", dtype: str | torch.dtype | None = None) -> Model:
     """
-    The model of an out_dir, a checkpoint or a Hugging Face directory, ready to generate; its `tokenizer` is the
-    directory's. dtype "fp32", "bf16", "fp16" or None: bf16 on a GPU, fp32 elsewhere. UserError says what is missing.
+    The model of an out_dir, a checkpoint or a Hugging Face directory, ready to generate; its `tokenizer` is
+    the directory's. dtype "fp32", "bf16", "fp16" or None: bf16 on a GPU, fp32 elsewhere. UserError says what
+    is missing.
     """
     place = launch.choose_device(device, launch.environment())
     if not isinstance(dtype, torch.dtype):
@@ -140,16 +144,17 @@ def load_model(path: str | Path, device: str = "auto", dtype: str | torch.dtype 
     return model.eval()
 
 
-def stream(model_or_path, prompt: str, max_new_tokens: int = 100, temperature: float = 0.8, top_k: int | None = None,
-           top_p: float | None = None, min_p: float | None = None, repetition_penalty: float = 1.0, stop=(),
-           seed: int | None = None, tokenizer=None) -> Iterator[str]:
+def stream(model_or_path, prompt: str, max_new_tokens: int = 100, temperature: float = 0.8,
+           top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+           repetition_penalty: float = 1.0, stop=(), seed: int | None = None,
+           tokenizer=None) -> Iterator[str]:
     """
-    Yields the new text piece by piece; the pieces joined are what generate() returns. No piece ends within a character,
-    and text that may be the beginning of a stop string is held back until it is decided.
+    Yields the new text piece by piece; the pieces joined are what generate() returns. No piece ends within a
+    character, and text that may be the beginning of a stop string is held back until it is decided.
     """
-    ids, (text,) = start(model_or_path, tokenizer, [prompt], 1, stop, seed, max_new_tokens=max_new_tokens,
-                         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                         repetition_penalty=repetition_penalty)
+    ids, (text,) = start(model_or_path, tokenizer, [prompt], 1, stop, seed,
+                         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                         min_p=min_p, repetition_penalty=repetition_penalty)
     for (new,) in ids:
         if piece := text.push(new):
             yield piece
@@ -164,15 +169,16 @@ def generate(model_or_path, prompt: str | list[str], max_new_tokens: int = 100, 
              repetition_penalty: float = 1.0, stop=(), seed: int | None = None, num_samples: int = 1,
              tokenizer=None) -> str | list:
     """
-    The new text for a prompt; a list of them for num_samples > 1; for a list of prompts a list of either. All are
-    generated in one batch. `model_or_path`: what load_model returned, or a path for it.
+    The new text for a prompt; a list of them for num_samples > 1; for a list of prompts a list of either. All
+    are generated in one batch. `model_or_path`: what load_model returned, or a path for it. `stop`: a string
+    or several. UserError for values that make no sense.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if not prompts:
         return []
-    ids, texts = start(model_or_path, tokenizer, prompts, num_samples, stop, seed, max_new_tokens=max_new_tokens,
-                       temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                       repetition_penalty=repetition_penalty)
+    ids, texts = start(model_or_path, tokenizer, prompts, num_samples, stop, seed,
+                       max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                       min_p=min_p, repetition_penalty=repetition_penalty)
     found = [""] * len(texts)
     for new in ids:
         for i, (text, id) in enumerate(zip(texts, new)):
@@ -187,12 +193,13 @@ def generate(model_or_path, prompt: str | list[str], max_new_tokens: int = 100, 
 
 def start(model_or_path, tokenizer, prompts: list[str], num_samples: int, stop, seed: int | None,
           **options) -> tuple[Iterator[list[int]], list["Text"]]:
-    """The ids to come, a list for each token, and what makes text of them: num_samples rows for each prompt."""
-    cfg = config.make(Config, dict(num_samples=num_samples, stop=stop or [], seed=seed, **options))       # checks them
+    """The ids to come, a list for each token, and what makes text of them: num_samples rows for a prompt."""
+    cfg = config.make(Config, dict(num_samples=num_samples, stop=stop or [], seed=seed, **options))
     model, tokenizer = ready(model_or_path, tokenizer)
     generator = torch.Generator(model.head.device)
     generator.seed() if cfg.seed is None else generator.manual_seed(cfg.seed)
-    rows = [ids for ids in (encode(tokenizer, prompt) for prompt in prompts) for _ in range(num_samples)]
+    rows = [ids for ids in (encode(tokenizer, prompt) for prompt in prompts)
+            for _ in range(num_samples)]
     largest = max(map(max, rows))
     if largest >= model.cfg.vocab_size:
         raise UserError(f"the prompt has the id {largest:,} and the model only {model.cfg.vocab_size:,} ids: "
@@ -207,20 +214,21 @@ def ready(model_or_path, tokenizer, where=None) -> tuple[Model, tokenizers.Token
     tokenizer = model.tokenizer if tokenizer is None else tokenizers.load_tokenizer(tokenizer)
     if tokenizer is None:
         where = where or ("the model" if isinstance(model_or_path, Model) else model_or_path)
-        raise UserError(f"{where} has no tokenizer (no tokenizer.json): put one there, or pass tokenizer= from Python")
+        raise UserError(f"{where} has no tokenizer (no tokenizer.json): put one there, or pass "
+                        "tokenizer= from Python")
     return model, tokenizer
 
 
 def encode(tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt, at least one: an empty text begins after an end of text, as documents do in training."""
+    """Ids of a prompt, at least one: an empty text begins after an end of text, as documents in training."""
     return opening(tokenizer) + tokenizer.encode(prompt) or [tokenizer.eos_id]
 
 
 @functools.cache
 def opening(tokenizer) -> list[int]:
     """
-    What the tokenizer.json puts before every text: bos in Llama 3's; nothing in SmolLM2's and in ours, whatever they name
-    as bos. A model that has never seen bos in front of plain text writes worse behind it.
+    What the tokenizer.json puts before every text: bos in Llama 3's; nothing in SmolLM2's and in ours, even
+    where they name one. A model that has never seen bos in front of plain text writes worse behind it.
     """
     processor = json.loads(tokenizer.source or "{}").get("post_processor") or {}
     for step in processor.get("processors", [processor]):

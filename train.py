@@ -1,14 +1,15 @@
 """
 Pretrain a language model from scratch, or train on from given weights, on one device or many.
 
-    python train.py configs/tiny.py                                  a model in three minutes on a laptop, no data needed
+    python train.py configs/tiny.py                                  a model in three minutes on a laptop
     torchrun --nproc-per-node=8 train.py configs/20m.py              one process per GPU
     python train.py configs/20m.py --data=my.jsonl --tokens=200M     your text, your budget
     python train.py --init_from=out/20m --data=book.txt --out_dir=out/book
     python train.py --eval_only --init_from=out/20m --data=book.txt
 
-Start the same command again and it goes on where it stopped. out_dir holds the latest model as a Hugging Face directory,
-checkpoints/ to resume, metrics.jsonl, and the sources and settings of the run. From Python: train(data="my.jsonl", ...).
+Start the same command again and it goes on where it stopped. out_dir holds the latest model as a Hugging
+Face directory, checkpoints/ to resume, metrics.jsonl, and the sources and settings of the run. From Python:
+train(data="my.jsonl", ...).
 """
 import copy
 import math
@@ -32,7 +33,8 @@ from model import Model, ModelConfig, count_parameters, generate, shape_for
 from prepare import ensure
 from tokenizer import StreamDecoder
 
-SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "intermediate_size")
 
 
 @dataclass
@@ -41,10 +43,10 @@ class Config(ModelConfig):
     params: int | None = 20_000_000        # size of a fresh model: fills the shape fields that nobody set
     sequence_length: int = 512             # tokens per row
     data: str = "stdlib"                   # corpus directory, raw text, or a mix: "fineweb:0.7,code:0.3"
-    tokenizer: str | object = "auto"       # for raw text: "auto" trains one on it; "byte", "gpt2", a tokenizer.json, a model
+    tokenizer: str | object = "auto"       # for raw text: "auto" = trained on it; "byte", "gpt2", a directory
     out_dir: str | None = None             # None = out/<config name>
-    init_from: str | object | None = None  # model directory to train on from (ours or Hugging Face's); None = from scratch
-    resume: bool | str = "auto"            # "auto" = go on when out_dir holds this run; "never"; a checkpoint to go on from
+    init_from: str | object | None = None  # model directory to train on from; None = from scratch
+    resume: bool | str = "auto"            # "auto" = go on where out_dir holds this run; "never"; a path
     seed: int = 1337                       # weights and the order of the data
     # objective
     document_mask: bool = False            # tokens see their own document only
@@ -56,10 +58,10 @@ class Config(ModelConfig):
     max_minutes: float | None = None       # save and stop after this long
     # batch: micro_batch_size x gradient_accumulation x replicas = global_batch_size
     micro_batch_size: int | Literal["auto"] = "auto"  # sequences per device per forward; "auto" = what fits
-    global_batch_size: int | None = None   # sequences per optimizer step over all replicas; None with "auto" = by a law
+    global_batch_size: int | None = None   # sequences per optimizer step, all replicas; None = see memory.py
     gradient_accumulation: int | None = None  # forwards per optimizer step; None = what follows
     # optimizer
-    optimizer: Literal["muon", "adamw"] = "muon"  # muon moves the matrices of the layers, adamw everything else (or all)
+    optimizer: Literal["muon", "adamw"] = "muon"  # muon: for the matrices of the layers, adamw for the rest
     lr: float = 3e-3                       # peak learning rate
     schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # what follows the warm-up
     start_lr: float = 0.0                  # where the warm-up starts
@@ -74,7 +76,7 @@ class Config(ModelConfig):
     grad_clip: float | None = 1.0          # largest norm of the gradient; None = no clip
     # machine
     device: str = "auto"                   # auto = CUDA, MPS, CPU; or cpu, mps, cuda, cuda:1
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of the products; weights stay fp32; auto = bf16 on a GPU
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of products; auto = bf16 on a GPU, else fp32
     compile: bool | None = None            # torch.compile each layer; None = on CUDA
     recompute: Literal["none", "attention", "layer"] = "none"  # trade time for memory
     timeout: int = 900                     # seconds until a rank that does not answer ends the job
@@ -97,15 +99,15 @@ class Config(ModelConfig):
 
 def train(**kwargs) -> dict:
     """
-    Train as the command line does, with the same names. Returns {"steps", "tokens", "losses" (one per log line),
-    "validation_loss", "bits_per_byte", "out_dir"}; raises UserError for what the caller got wrong.
+    Train as the command line does, with the same names. Returns {"steps", "tokens", "losses" (one per log
+    line), "validation_loss", "bits_per_byte", "out_dir"}; raises UserError for what the caller got wrong.
     """
     with launch.visiting():                                # leaves the caller's signals as they were
         return main(config.make(Config, kwargs))
 
 
 def main(cfg: Config) -> dict:
-    # ---- what is asked, checked before any device starts ------------------------------------------------------------
+    # ---- what is asked, checked before any device starts --------------------------------------------------
     cfg, place = copy.copy(cfg), launch.environment()
     say = print if place.rank == 0 else (lambda *_: None)
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
@@ -114,9 +116,9 @@ def main(cfg: Config) -> dict:
     lengths = [key for key in config.LENGTHS if getattr(cfg, key) is not None]
     if len(lengths) > 1:
         raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
-    live = checkpoint.name_objects(cfg)                    # a tokenizer or model given as an object; cfg gets its path
+    live = checkpoint.name_objects(cfg)                    # objects given from Python; cfg gets their paths
     given = {key: getattr(cfg, key) for key in cfg.given}
-    resumed = checkpoint.resume(cfg, say)                  # a checkpoint directory or None; brings cfg in line with it
+    resumed = checkpoint.resume(cfg, say)                  # a checkpoint or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
     if place.rank == 0:
         checkpoint.save_objects(cfg, live)
@@ -126,14 +128,15 @@ def main(cfg: Config) -> dict:
     corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
     settle_shape(cfg, corpus, base, say)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
-    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)   # for its complaints
+    # planned again below, when the devices are known; here for what it has to complain about
+    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
     max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
     corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
-    result = launch.relaunch(__file__, cfg)                # several GPUs and no launcher: torchrun does the rest
+    result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does the rest
     if result is not None:
         return result
 
-    # ---- devices ----------------------------------------------------------------------------------------------------
+    # ---- devices ------------------------------------------------------------------------------------------
     run = launch.start(cfg)
     run.check_shared(cfg.out_dir)
     smallest = run.all_reduce(memory.device_memory(run.device), op="min")
@@ -142,23 +145,23 @@ def main(cfg: Config) -> dict:
     cfg.global_batch_size = batch.global_batch_size
     cfg.compile = run.device.type == "cuda" if cfg.compile is None else cfg.compile
 
-    # ---- model, optimizer, what is resumed --------------------------------------------------------------------------
+    # ---- model, optimizer, what is resumed ----------------------------------------------------------------
     if base is None:
         base = Model(checkpoint.model_config(cfg)).init_weights(cfg.seed)
     model = base.to(run.device).recomputing(cfg.recompute)
     model.tokenizer = model.tokenizer or corpus.tokenizer
     optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
-    scale = optim.LossScale(run.dtype == torch.float16, run.device, batch.micro_batch_size * cfg.sequence_length)
+    labels = batch.micro_batch_size * cfg.sequence_length
+    scale = optim.LossScale(run.dtype == torch.float16, run.device, labels)
     step = samples = 0
     if resumed:
         checkpoint.restore(resumed, model, optimizer, scale, run)
         step, samples = stored["step"], stored["samples"]
         check_resumed(cfg, stored, corpus, max_steps, run)
         if step >= max_steps:
-            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go on, or "
-                    f"another out_dir to start a new one")
-            return launch.report(run, {"steps": step, "tokens": samples * cfg.sequence_length, "losses": [],
-                                       "validation_loss": None, "bits_per_byte": None, "out_dir": cfg.out_dir})
+            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go "
+                    f"on, or another out_dir to start a new one")
+            return launch.report(run, result_of(cfg, step, samples))
     if run.main:
         checkpoint.open_out_dir(cfg, given)
     introduce(cfg, run, corpus, batch, parameters, max_steps)
@@ -166,9 +169,9 @@ def main(cfg: Config) -> dict:
     if cfg.compile:
         launch.compile_layers(model.model.layers, run)
     forward = DDP(model, device_ids=run.device_ids, gradient_as_bucket_view=True) \
-        if run.world > 1 else model                        # `model` stays the plain one: its names reach the disk
+        if run.world > 1 else model                        # `model` stays plain: its names reach the disk
 
-    # ---- loop -------------------------------------------------------------------------------------------------------
+    # ---- loop ---------------------------------------------------------------------------------------------
     def read(samples: int) -> list:
         """This replica's rows of the step that starts at `samples`, on their way to the device."""
         step_rows = corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world)
@@ -176,7 +179,8 @@ def main(cfg: Config) -> dict:
 
     def save() -> None:
         state = {"step": step, "samples": samples, "tokens": samples * cfg.sequence_length, "seed": cfg.seed,
-                 "updates": step - int(optimizer.skipped), "skipped_in_a_row": int(optimizer.skipped_in_a_row),
+                 "updates": step - int(optimizer.skipped),
+                 "skipped_in_a_row": int(optimizer.skipped_in_a_row),
                  "fp16_scale": float(scale.value) if scale.enabled else None,
                  "world": run.world, "mesh": {"dp": run.world}, "max_steps": max_steps,
                  "batch": {**asdict(batch), "global_batch_size": batch.global_batch_size},
@@ -198,11 +202,12 @@ def main(cfg: Config) -> dict:
     while not done:
         lr = optim.lr_at(step, max_steps, cfg)
         totals = torch.zeros(2, device=run.device)         # sum of the losses, labels that counted
-        for k, ids in enumerate(ahead):                    # [micro, T+1] ids: the same windows at any world size
+        for k, ids in enumerate(ahead):                    # [micro, T+1] ids, the same at any world size
             unsynced = forward.no_sync() if run.world > 1 and k < batch.accumulation - 1 else nullcontext()
             with unsynced:                                 # one all-reduce of the gradients per step
                 with run.autocast():
-                    loss, valid = forward(ids[:, :-1], labels=ids[:, 1:], documents=documents_of(ids[:, :-1], cfg, corpus))
+                    inputs, labels = ids[:, :-1], ids[:, 1:]
+                    loss, valid = forward(inputs, labels=labels, documents=documents_of(inputs, cfg, corpus))
                 (loss * scale.value).backward()
             totals += torch.stack((loss.detach(), valid.float()))
         samples += batch.global_batch_size
@@ -216,12 +221,13 @@ def main(cfg: Config) -> dict:
         run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
         done = run.stopping() or step == max_steps         # every rank calls this
         if log.due(step, cfg.log_interval) or done:
-            loss, norm, in_a_row = torch.stack((totals[0] / totals[1], norm, optimizer.skipped_in_a_row)).tolist()
+            numbers = torch.stack((totals[0] / totals[1], norm, optimizer.skipped_in_a_row))
+            loss, norm, in_a_row = numbers.tolist()        # host sync here
             seconds = (time.perf_counter() - began) / (step - logged)
             speed = batch.global_batch_size * cfg.sequence_length / seconds
             lines.step(step, {"step-time": seconds, "cross-entropy-loss": loss, "learning-rate": lr,
                               "gradient-norm": norm, "tokens-per-second": speed, **run.peak_memory(),
-                              **({"mfu": speed * flops_per_token(cfg, parameters) / (peak * run.world)} if peak else {})})
+                              "mfu": peak and speed * flops_per_token(cfg, parameters) / (peak * run.world)})
             complain(cfg, step, max_steps, loss, int(in_a_row), lines)
             began, logged = time.perf_counter(), step
         pause = time.perf_counter()
@@ -235,26 +241,30 @@ def main(cfg: Config) -> dict:
                 lines.evaluation(step, evaluation)
         if model.tokenizer and (log.due(step, cfg.sample_interval) or step == max_steps):
             lines.note(sample(model, run))
-        began += time.perf_counter() - pause               # saving and evaluating do not count as training time
+        began += time.perf_counter() - pause               # saving and evaluating are no training time
 
-    # ---- finish -----------------------------------------------------------------------------------------------------
+    # ---- finish -------------------------------------------------------------------------------------------
     lines.finish()
-    del forward            # before the group: DDP's destructor would wait for gloo's threads, which wait for Python's lock
+    del forward    # before the group: DDP's destructor would wait for gloo's threads, they for Python's lock
     if step < max_steps:
         run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
     run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={cfg.out_dir}")
-    return launch.report(run, {
-        "steps": step, "tokens": samples * cfg.sequence_length, "losses": [loss for _, loss in lines.losses],
-        "validation_loss": evaluation.get("validation-loss"), "bits_per_byte": evaluation.get("bits-per-byte"),
-        "out_dir": cfg.out_dir})
+    return launch.report(run, result_of(cfg, step, samples, evaluation, [loss for _, loss in lines.losses]))
 
 
-# ---- before the loop ------------------------------------------------------------------------------------------------
+def result_of(cfg: Config, step: int, samples: int, evaluation: dict | None = None, losses=()) -> dict:
+    found = evaluation or {}
+    return {"steps": step, "tokens": samples * cfg.sequence_length, "losses": list(losses),
+            "validation_loss": found.get("validation-loss"), "bits_per_byte": found.get("bits-per-byte"),
+            "out_dir": cfg.out_dir}
+
+
+# ---- before the loop --------------------------------------------------------------------------------------
 
 def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
     """
-    The model that the run goes on from, in fp32 on the CPU: what is resumed, else a copy of a live init_from, else the one of
-    init_from's directory. None from scratch.
+    The model that the run goes on from, in fp32 on the CPU: what is resumed, else a copy of a live
+    init_from, else the one of init_from's directory. None from scratch.
     """
     path = resumed or cfg.init_from
     if path is None:
@@ -267,25 +277,30 @@ def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
     for key in (f.name for f in fields(ModelConfig) if f.name in cfg.given):
         wanted, there = getattr(cfg, key), getattr(base.cfg, key)
         if wanted not in (there, None) and key not in ("rope_scaling", "max_position_embeddings"):
-            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave it out")
+            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave it "
+                            f"out")
     return base
 
 
 def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
-    """Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary. UserError where data do not fit."""
+    """
+    Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary. UserError where
+    data do not fit.
+    """
     if base is not None:
-        asked = {key: getattr(cfg, key) for key in ("rope_scaling", "max_position_embeddings") if key in cfg.given}
+        free = ("rope_scaling", "max_position_embeddings")
+        asked = {key: getattr(cfg, key) for key in free if key in cfg.given}
         for f in fields(ModelConfig):
             setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
         if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
-            say(f"warning: sequence_length={cfg.sequence_length} is beyond the {cfg.max_position_embeddings} positions that "
-                f"the base was trained on: give rope_scaling, or expect it to learn them anew")
+            say(f"warning: sequence_length={cfg.sequence_length} is beyond the {cfg.max_position_embeddings} "
+                f"positions that the base was trained on: give rope_scaling, or expect it to learn them anew")
         cfg.max_position_embeddings = max(cfg.max_position_embeddings, cfg.sequence_length)
         base.cfg = checkpoint.model_config(cfg)
         base.set_positions()
         if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
-            raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare it again with "
-                            f"--tokenizer={cfg.init_from or cfg.out_dir}")
+            raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare it "
+                            f"again with --tokenizer={cfg.init_from or cfg.out_dir}")
     else:
         if cfg.vocab_size is None:
             cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
@@ -299,10 +314,11 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
             for warning in warnings:
                 say(f"warning: {warning}")
     if corpus.vocab_size > cfg.vocab_size:
-        raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1}, the model has vocab_size={cfg.vocab_size}")
+        raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1}, the model has "
+                        f"vocab_size={cfg.vocab_size}")
     if cfg.document_mask and corpus.eos_id is None:
-        raise UserError(f"document_mask needs the id that ends a document, which data={cfg.data} does not state: prepare it "
-                        f"with prepare.py")
+        raise UserError(f"document_mask needs the id that ends a document, which data={cfg.data} does not "
+                        f"state: prepare it with prepare.py")
 
 
 def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> int:
@@ -317,13 +333,14 @@ def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> in
 def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> None:
     """Say what differs from the run that is resumed, or refuse."""
     if stored["corpus"] != corpus.fingerprint and cfg.resume in ("auto", True):
-        raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content changed): choose "
-                        f"another out_dir, or go on with it all the same by --resume=<checkpoint>")
+        raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content "
+                        f"changed): choose another out_dir, or go on with it all the same by "
+                        f"--resume={cfg.out_dir}")
     run.say(f"resuming at step {stored['step']}" + (f" with {run.world} ranks instead of {stored['world']}"
                                                      if run.world != stored["world"] else ""))
     if stored["max_steps"] != max_steps and stored["step"] < max_steps:
-        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate follows the curve "
-                f"of {max_steps} steps from here on")
+        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate follows "
+                f"the curve of {max_steps} steps from here on")
 
 
 def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) -> None:
@@ -333,23 +350,25 @@ def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) 
         run.say(batch.source)
     tokens = max_steps * batch.global_batch_size * cfg.sequence_length
     epochs = max_steps * batch.global_batch_size / corpus.windows
-    run.say(f"{parameters:,} parameters, {cfg.num_hidden_layers} layers x {cfg.hidden_size} wide | {run.device}, "
-            f"{str(run.dtype).removeprefix('torch.')}, {run.world} process{'es' if run.world > 1 else ''}")
+    run.say(f"{parameters:,} parameters, {cfg.num_hidden_layers} layers x {cfg.hidden_size} wide | "
+            f"{run.device}, {str(run.dtype).removeprefix('torch.')}, {run.world} process{'es' if run.world > 1 else ''}")
     run.say(f"{max_steps:,} steps x {batch.global_batch_size} sequences ({batch.micro_batch_size} x "
-            f"{batch.accumulation} x {run.world}) x {cfg.sequence_length} tokens = {tokens:,} tokens, {epochs:.2f} epochs "
-            f"of {corpus.train_tokens:,}; {corpus.val_tokens:,} for validation")
-    run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows how often each "
-            f"token occurs {corpus.unigram_entropy():.4f}")
+            f"{batch.accumulation} x {run.world}) x {cfg.sequence_length} tokens = {tokens:,} tokens, "
+            f"{epochs:.2f} epochs of {corpus.train_tokens:,}; {corpus.val_tokens:,} for validation")
+    run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows how "
+            f"often each token occurs {corpus.unigram_entropy():.4f}")
 
 
-# ---- in the loop ----------------------------------------------------------------------------------------------------
+# ---- in the loop ------------------------------------------------------------------------------------------
 
 def documents_of(ids: torch.Tensor, cfg: Config, corpus) -> torch.Tensor | None:
     return data.documents(ids, corpus.eos_id) if cfg.document_mask else None
 
 
 def flops_per_token(cfg: Config, parameters: int) -> float:
-    """Forward and backward, attention counted in full: 6 N + 12 L H K T (PaLM, arXiv 2204.02311, appendix B)."""
+    """
+    Forward and backward, attention counted in full: 6 N + 12 L H K T (PaLM, arXiv 2204.02311, appendix B).
+    """
     attention = cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim * cfg.sequence_length
     return 6 * parameters + 12 * attention
 
@@ -357,22 +376,23 @@ def flops_per_token(cfg: Config, parameters: int) -> float:
 def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int, lines) -> None:
     """Stop a run that has diverged; warn about one that does not learn."""
     if in_a_row >= 10:
-        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss {loss}): lower "
-                        f"lr={cfg.lr} or warm up longer, then start again; the last checkpoint is from before")
+        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss {loss}): "
+                        f"lower lr={cfg.lr} or warm up longer, then start again; the last checkpoint is from before")
     warm = max(1, round(cfg.warmup_ratio * max_steps))
     if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
-        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows nothing has "
-                   f"({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
+        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows nothing "
+                   f"has ({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
 
 
 @torch.no_grad()
 def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
     """
-    Loss (nats per token) and bits per byte of text over the validation tokens, each once, over all ranks. {} when there
-    are none, or when the run is asked to stop meanwhile. Bits per byte = summed loss / ln 2 / UTF-8 bytes of the labels.
+    Loss (nats per token) and bits per byte of text over the validation tokens, each once, over all ranks. {}
+    when there are none, or when the run is asked to stop meanwhile. Bits per byte = summed loss / ln 2 /
+    UTF-8 bytes of the labels.
     """
-    lengths = None if corpus.tokenizer is None else torch.as_tensor(corpus.tokenizer.token_lengths).to(run.device)
-    found = []                                             # (loss, labels, bytes) of each batch, still on the device
+    lengths = corpus.tokenizer and torch.as_tensor(corpus.tokenizer.token_lengths).to(run.device)
+    found = []                                             # (loss, labels, bytes) of each batch, on the device
     for ids, labels in corpus.evaluation(micro_batch_size, run.rank, run.world, cfg.eval_tokens):
         if run.stopping():                                 # every rank calls this
             return {}
@@ -384,18 +404,21 @@ def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
     if not found:
         return {}
     loss, labels, size = run.all_reduce(torch.stack(found).cpu().double().sum(0)).tolist()
-    part = {"tokens": int(labels)} if labels < corpus.val_tokens - len(corpus.sources) else {}      # of eval_tokens
+    part = {"validation-tokens": int(labels)} if labels < corpus.val_tokens - len(corpus.sources) else {}
     bits = {"bits-per-byte": loss / math.log(2) / size} if size else {}
     return {"validation-loss": loss / labels, **bits, **part}
 
 
 def sample(model: Model, run, length: int = 100) -> str:
-    """What the model writes from the start of a document. Rank 0 works, the others wait; every rank calls this."""
+    """
+    What the model writes from the start of a document. Rank 0 works, the others wait; every rank calls this.
+    """
     text = ""
     if run.main:
         end, decoder = model.tokenizer.eos_id, StreamDecoder(model.tokenizer)
         generator = torch.Generator(run.device).manual_seed(0)
-        for (new,) in generate(model, [[end]], length, vocab_size=model.tokenizer.vocab_size, generator=generator):
+        known = model.tokenizer.vocab_size
+        for (new,) in generate(model, [[end]], length, vocab_size=known, generator=generator):
             if new == end or run.stop_signal:
                 break
             text += decoder.push(new)
@@ -404,7 +427,7 @@ def sample(model: Model, run, length: int = 100) -> str:
     return text
 
 
-# ---- evaluation alone -----------------------------------------------------------------------------------------------
+# ---- evaluation alone -------------------------------------------------------------------------------------
 
 def evaluate_only(cfg: Config, place, say) -> dict:
     """Loss and bits per byte of a model directory on the validation split of `data`. Writes nothing."""
@@ -419,11 +442,11 @@ def evaluate_only(cfg: Config, place, say) -> dict:
     settle_shape(cfg, corpus, model, say)
     corpus.check(0, 1)
     run = launch.start(cfg)
-    micro = max(1, memory.CPU_TOKENS // cfg.sequence_length) if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+    auto = max(1, memory.CPU_TOKENS // cfg.sequence_length)
+    micro = auto if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     found = evaluate(model.to(run.device), corpus, micro, cfg, run)
     run.say(f"{path} on {cfg.data}: " + " | ".join(f"{key} {value:,.4f}" for key, value in found.items()))
-    return launch.report(run, {"validation_loss": found.get("validation-loss"), "out_dir": cfg.out_dir,
-                               "bits_per_byte": found.get("bits-per-byte"), "steps": 0, "tokens": 0, "losses": []})
+    return launch.report(run, result_of(cfg, 0, 0, found))
 
 
 if __name__ == "__main__":

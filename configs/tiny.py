@@ -1,6 +1,7 @@
 # python train.py configs/tiny.py
 #
-# A model in about three minutes on two CPU cores: the Python standard library is the text, 4,096 BPE tokens the vocabulary.
+# A model in about three minutes on two CPU cores: the Python standard library is the text,
+# 4,096 BPE tokens the vocabulary.
 params = "4M"
 sequence_length = 256
 global_batch_size = 32

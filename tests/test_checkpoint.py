@@ -1,4 +1,4 @@
-"""checkpoint.py: what is on disk survives kills, is read back exactly; what does not fit is refused by name."""
+"""checkpoint.py: what is on disk survives kills, reads back exactly; what doesn't fit is refused by name."""
 import json
 import multiprocessing
 import os
@@ -21,8 +21,8 @@ from config import UserError
 from model import Model, ModelConfig
 from test_optim import set_gradients, settings
 
-TINY = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, intermediate_size=48)
+TINY = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, intermediate_size=48)
 RUN = SimpleNamespace(rank=0, world=1, main=True, device=torch.device("cpu"), barrier=lambda: None,
                       say=print)
 
@@ -148,7 +148,7 @@ def test_a_damaged_state_is_skipped_with_a_sentence(damage):
 
 
 def die_after(steps_on_disk: int):
-    """In a child process: replace run/ by a later save; die by SIGKILL at the n-th thing done to the disk."""
+    """In a child process: replace run/ by a later save; die by SIGKILL at the n-th thing done to disk."""
     model, left = trained(steps=3, seed=4), [steps_on_disk]
 
     def counted(original):

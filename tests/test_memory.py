@@ -8,8 +8,8 @@ import memory
 from config import UserError
 from model import Model, ModelConfig
 
-SMALL = dict(vocab_size=512, hidden_size=192, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-             head_dim=32, intermediate_size=512)
+SMALL = dict(vocab_size=512, hidden_size=192, num_hidden_layers=2, num_attention_heads=6,
+             num_key_value_heads=2, head_dim=32, intermediate_size=512)
 B, T = 4, 128
 
 

