@@ -1,7 +1,7 @@
 """
 What reaches the disk. Two things, never confused:
 
-the model   a Hugging Face directory: config.json, generation_config.json, model.safetensors (or shards and their index),
+the model   a Hugging Face directory: config.json, generation_config.json, model.safetensors (or shards),
             tokenizer files. out_dir always holds the latest one.         save_model_dir, load_model_dir
 the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, independent of the number
 of processes:
@@ -33,6 +33,7 @@ from model import Model, ModelConfig
 
 VERSION = 1                    # of the state's format
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -65,7 +66,8 @@ def write_json(path: Path, content: dict) -> None:
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Replace a safetensors file in one go."""
     beside = path.with_name(f".{path.name}.tmp")
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, beside, metadata=metadata)
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(tensors, beside, metadata=metadata)
     flush(beside)
     os.replace(beside, path)
 
@@ -86,19 +88,20 @@ def read_json(path: Path) -> dict:
 def config_to_hf(cfg: ModelConfig, tokenizer=None, dtype: torch.dtype = torch.float32) -> dict:
     """config.json as transformers 4 and 5, vLLM and llama.cpp read it (both spellings where they differ)."""
     shape = dataclasses.asdict(cfg) if type(cfg) is ModelConfig else dataclasses.asdict(model_config(cfg))
-    sliding = shape["layer_types"] or [("full" if cfg.sliding_window is None else "sliding") + "_attention"] * \
-        cfg.num_hidden_layers
+    kind = "full_attention" if cfg.sliding_window is None else "sliding_attention"
+    layer_types = shape["layer_types"] or [kind] * cfg.num_hidden_layers
     rope = {"rope_type": "default", **(cfg.rope_scaling or {}), "rope_theta": cfg.rope_theta}
     name = str(dtype).removeprefix("torch.")
-    out = {"architectures": [ARCHITECTURES[cfg.model_type]], **shape, "hidden_act": "silu", "rope_parameters": rope,
-           "attention_dropout": 0.0, "use_cache": True, "dtype": name, "torch_dtype": name}
+    out = {"architectures": [ARCHITECTURES[cfg.model_type]], **shape, "hidden_act": "silu",
+           "rope_parameters": rope, "attention_dropout": 0.0, "use_cache": True, "dtype": name,
+           "torch_dtype": name}
     if cfg.model_type == "qwen3":
-        out.update(layer_types=sliding, use_sliding_window=cfg.sliding_window is not None)
+        out.update(layer_types=layer_types, use_sliding_window=cfg.sliding_window is not None)
         out.update(max_window_layers=0 if out["use_sliding_window"] else cfg.num_hidden_layers)
         del out["mlp_bias"]
     else:
         del out["layer_types"], out["sliding_window"]
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    for key in TOKENS:
         out[key] = getattr(tokenizer, key.replace("_token", ""), None)
     return out
 
@@ -107,20 +110,25 @@ def config_from_hf(hf: dict, where: str) -> ModelConfig:
     """ModelConfig of a config.json; UserError for what model.py does not compute."""
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
-        raise UserError(f"{where}: model_type={family!r} is not a family of model.py: use one of {list(ARCHITECTURES)}")
+        raise UserError(f"{where}: model_type={family!r} is not a family of model.py: use one of "
+                        f"{list(ARCHITECTURES)}")
     if hf.get("hidden_act", "silu") != "silu":
         raise UserError(f"{where}: hidden_act={hf['hidden_act']!r}; model.py computes silu only")
     cfg = ModelConfig(model_type=family)
-    missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"} - set(hf)
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    missing = [key for key in needed if key not in hf]
     if missing:
-        raise UserError(f"{where} lacks {', '.join(sorted(missing))}")
+        raise UserError(f"{where} lacks {', '.join(missing)}")
     heads = hf["num_attention_heads"]
-    values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "tie_word_embeddings": False}
-    values.update({f.name: hf[f.name] for f in dataclasses.fields(ModelConfig) if hf.get(f.name) is not None})
+    values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads,
+              "tie_word_embeddings": False}
+    ours = [f.name for f in dataclasses.fields(ModelConfig)]
+    values.update({key: hf[key] for key in ours if hf.get(key) is not None})
     rope = dict(hf.get("rope_parameters") or {})
     values["rope_theta"] = float(rope.pop("rope_theta", values.get("rope_theta", 10000.0)))
     scaling = values.get("rope_scaling") or rope
-    values["rope_scaling"] = None if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling
+    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
+    values["rope_scaling"] = None if plain else scaling
     if family == "llama" or not hf.get("use_sliding_window", True):
         values.update(sliding_window=None, layer_types=None)
     if values.get("sliding_window") is not None and values.get("layer_types") is None:
@@ -158,7 +166,7 @@ def save_model_dir(model: Model, tokenizer, path: str | Path, dtype: torch.dtype
         write_json(path / "config.json", content)
     write_json(path / "generation_config.json", {
         "do_sample": True, "temperature": 0.8,
-        **{k: content[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if content[k] is not None}})
+        **{key: content[key] for key in TOKENS if content[key] is not None}})
     metadata = {"format": "pt", **({} if step is None else {"step": str(step)})}
     shards = split_by_size(tensors, shard_size)
     names = ["model.safetensors"] if len(shards) == 1 else \
@@ -198,8 +206,8 @@ def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
     """
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"{path} is not a directory: give a model directory (config.json and model.safetensors), "
-                        f"an out_dir or a checkpoint of it")
+        raise UserError(f"{path} is not a directory: give a model directory (config.json and "
+                        f"model.safetensors), an out_dir or a checkpoint of it")
     if (path / "state.json").exists():
         return load_from_state(path, device, dtype)
     for attempt in range(20):
@@ -230,8 +238,8 @@ def weight_files(path: Path) -> tuple[list[str], str]:
         return ["model.safetensors"], ""
     if not index.exists():
         other = glob.glob(str(path / "*.bin")) + glob.glob(str(path / "*.pt"))
-        return [], "there is no model.safetensors" + (f" (only {os.path.basename(other[0])}: convert it to safetensors "
-                                                      f"first)" if other else "")
+        hint = f" (only {os.path.basename(other[0])}: convert it to safetensors first)" if other else ""
+        return [], "there is no model.safetensors" + hint
     content = read_json(index)
     files = sorted(set(content.get("weight_map", {}).values()))
     missing = [f for f in files if not (path / f).exists()]
@@ -265,7 +273,8 @@ def build(cfg: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | Non
     wanted = model.state_dict()
     if cfg.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
-    listed = {"missing": sorted(set(wanted) - set(tensors)), "unexpected": sorted(set(tensors) - set(wanted)),
+    listed = {"missing": sorted(set(wanted) - set(tensors)),
+              "unexpected": sorted(set(tensors) - set(wanted)),
               "of another shape": [f"{n} {list(tensors[n].shape)} (config.json says {list(wanted[n].shape)})"
                                    for n in wanted if n in tensors and wanted[n].shape != tensors[n].shape]}
     faults = [f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
@@ -297,13 +306,14 @@ def save_state(out_dir: str | Path, model: Model, optimizer, state: dict, run, k
             for old in complete[:-keep_last]:
                 shutil.rmtree(old)
         except OSError as error:
-            raise UserError(f"the state of step {state['step']} could not be saved to {final.parent}: {error}; what was "
-                            f"saved before is intact: make room, then start again to resume") from None
+            raise UserError(f"the state of step {state['step']} could not be saved to {final.parent}: "
+                            f"{error}; what was saved before is intact: make room, then start again to "
+                            f"resume") from None
     run.barrier()
     return final
 
 
-def write_state(final: Path, model: Model, optimizer, state: dict, generators: list[dict[str, Tensor]]) -> None:
+def write_state(final: Path, model: Model, optimizer, state: dict, generators: list[dict]) -> None:
     partial = final.with_name(f".tmp-{final.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -315,14 +325,15 @@ def write_state(final: Path, model: Model, optimizer, state: dict, generators: l
         write_tensors(partial / file, tensors, metadata)
         for name, t in tensors.items():
             shards[name] = {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
-                            "pieces": [{"file": file, "key": name, "offset": [0] * t.ndim, "length": list(t.shape)}]}
+                            "pieces": [{"file": file, "key": name, "offset": [0] * t.ndim,
+                                        "length": list(t.shape)}]}
     for rank, tensors in enumerate(generators):
         write_tensors(partial / f"rng-{rank:05d}.safetensors", tensors, metadata)
     write_json(partial / "shards.json", shards)
     write_json(partial / "state.json", {"version": VERSION, **state})
     write_json(partial / "complete", {p.name: p.stat().st_size for p in sorted(partial.iterdir())})
     flush(partial)
-    if final.exists():                             # the same step again (a resumed run that ends where it began)
+    if final.exists():                             # the same step again
         shutil.rmtree(final)
     os.replace(partial, final)
     flush(final.parent)
@@ -374,7 +385,8 @@ def newest_state(out_dir: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def read_pieces(path: Path, names: list[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def read_pieces(path: Path, names: list[str] | None = None,
+                device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Whole tensors of a state by global name, put together from their pieces. `names` None = all."""
     shards = read_json(path / "shards.json")
     files, out = {}, {}
@@ -388,13 +400,14 @@ def read_pieces(path: Path, names: list[str] | None = None, device: str | torch.
                 whole = t
                 continue
             if whole is None:
-                whole = torch.empty(shards[name]["shape"], dtype=getattr(torch, shards[name]["dtype"]), device=device)
+                dtype = getattr(torch, shards[name]["dtype"])
+                whole = torch.empty(shards[name]["shape"], dtype=dtype, device=device)
             whole[tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["length"]))] = t
         out[name] = whole
     return out
 
 
-def load_from_state(path: Path, device: str | torch.device, dtype: torch.dtype | None) -> tuple[Model, object]:
+def load_from_state(path: Path, device: str | torch.device, dtype: torch.dtype | None) -> tuple:
     """The model of a checkpoint directory; its tokenizer is the out_dir's."""
     fault = fault_of(path)
     if fault:
@@ -422,7 +435,7 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
     else:
         run.say(f"{path} has no optimizer state: the optimizer starts fresh")
     file = path / f"rng-{run.rank:05d}.safetensors"
-    if file.exists() and state["world"] == run.world:      # another number of ranks: the generators stay as seeded
+    if file.exists() and state["world"] == run.world:
         generators = read_tensors(file)
         torch.set_rng_state(generators["cpu"])
         if run.device.type == "cuda" and "cuda" in generators:
@@ -433,10 +446,12 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
 
 # ---- the state: is it this run's? -------------------------------------------------------------------------
 
-FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tokens", "eval_only", "log_interval", "sample_interval", "save_interval",
-        "model_interval", "keep_last", "wandb_project", "wandb_entity", "wandb_name", "tensorboard", "nsys_start",
-        "nsys_stop", "memory_profile_start", "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype",
-        "compile", "kernels", "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
+# What a resumed run may change: length, intervals, evaluation, watching, machine, mesh, split of a batch.
+FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tokens", "eval_only",
+        "log_interval", "sample_interval", "save_interval", "model_interval", "keep_last", "wandb_project",
+        "wandb_entity", "wandb_name", "tensorboard", "nsys_start", "nsys_stop", "memory_profile_start",
+        "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype", "compile", "kernels",
+        "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
         "cp_mode", "micro_batch_size", "gradient_accumulation", "out_dir", "resume"}
 
 
@@ -449,10 +464,12 @@ def resume(cfg, run_say=print) -> Path | None:
     """
     out = Path(cfg.out_dir)
     if cfg.init_from is not None and os.path.realpath(cfg.init_from) == os.path.realpath(out):
-        raise UserError(f"out_dir={out} is init_from itself, which would be overwritten: choose another out_dir")
+        raise UserError(f"out_dir={out} is init_from itself, which would be overwritten: choose another "
+                        f"out_dir")
     if cfg.resume in ("never", "False") or cfg.resume is False:
         if out.is_dir() and any(out.iterdir()):
-            raise UserError(f"resume=never, but {out} is not empty: choose another out_dir, or delete it yourself")
+            raise UserError(f"resume=never, but {out} is not empty: choose another out_dir, or delete it "
+                            f"yourself")
         return None
     forced = cfg.resume not in ("auto", "True", True)
     if forced:
@@ -465,8 +482,8 @@ def resume(cfg, run_say=print) -> Path | None:
         there = newest_state(out)[0]
         if there and there.resolve() != path.resolve() and not (
                 there.parent.resolve() == path.parent.resolve() and there.name < path.name):
-            raise UserError(f"resume={cfg.resume} would leave {there}, a later or another run's state, in the way: give "
-                            f"another out_dir, or move it away")
+            raise UserError(f"resume={cfg.resume} would leave {there}, a later or another run's state, in "
+                            f"the way: give another out_dir, or move it away")
     else:
         path, skipped = newest_state(out)
         for sentence in skipped:
@@ -483,29 +500,32 @@ def refuse_foreign(out: Path) -> None:
     """out_dir without a state: fine when it is empty or a run of ours stopped before its first save."""
     if not out.is_dir():
         return
-    held = sorted(p.name for p in out.iterdir() if p.name in ("config.json", "model.safetensors", "adapter_config.json")
+    held = sorted(p.name for p in out.iterdir() if p.name in ("config.json", "adapter_config.json")
                   or p.name.endswith(".safetensors"))
     if held:
-        raise UserError(f"{out} holds a model ({', '.join(held[:3])}) but no complete checkpoint to resume, and would be "
-                        f"overwritten: choose another out_dir, or train on from it with --init_from={out}")
+        raise UserError(f"{out} holds a model ({', '.join(held[:3])}) but no complete checkpoint to resume, "
+                        f"and would be overwritten: choose another out_dir, or train on from it with "
+                        f"--init_from={out}")
 
 
 def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None:
-    stored, stored_given, shape = state["config"], state["given"], {f.name for f in dataclasses.fields(ModelConfig)}
+    stored, stored_given = state["config"], state["given"]
+    shape = {f.name for f in dataclasses.fields(ModelConfig)}
     differ = []
     for key in (f.name for f in dataclasses.fields(type(cfg))):
         if key in FREE or key not in stored:
             continue
         now, before = getattr(cfg, key), stored[key]
-        if (key not in cfg.given and key not in stored_given) or (key in cfg.given and now in (None, "auto")):
+        silent = key not in cfg.given and key not in stored_given
+        if silent or (key in cfg.given and now in (None, "auto")):
             setattr(cfg, key, before)
         elif now != before and not (key in stored_given and now == stored_given[key]):
             differ.append((key, before, now))
         else:
             setattr(cfg, key, before)
     known = {f.name for f in dataclasses.fields(type(cfg))}
-    differ += [(key, stored[key], "no such key here") for key in stored_given if key in stored and key not in known
-               and key not in FREE and stored[key] != state.get("defaults", {}).get(key)]
+    differ += [(key, stored[key], "no such key here") for key in stored_given if key in stored
+               and key not in known | FREE and stored[key] != state.get("defaults", {}).get(key)]
     if not any(key in cfg.given for key in config.LENGTHS):
         for key in config.LENGTHS:
             if key in stored and hasattr(cfg, key):
@@ -514,11 +534,12 @@ def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None
         return
     listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in differ)
     if not forced:
-        raise UserError(f"{path.parent.parent} holds a run with other settings ({listed}): choose another out_dir, or go on "
-                        f"from it with these settings by --resume={path}")
+        raise UserError(f"{path.parent.parent} holds a run with other settings ({listed}): choose another "
+                        f"out_dir, or go on from it with these settings by --resume={path}")
     fixed = [key for key, _, _ in differ if key in shape]
     if fixed:
-        raise UserError(f"a resumed run cannot change the model's shape ({listed}): start a new one in another out_dir")
+        raise UserError(f"a resumed run cannot change the model's shape ({listed}): start a new one in "
+                        f"another out_dir")
     run_say(f"resuming with changed settings: {listed}")
 
 

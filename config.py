@@ -139,7 +139,7 @@ def convert(value, kind, text=False):
             return value
     elif kind is list or get_origin(kind) is list:
         item = (get_args(kind) or (str,))[0]
-        if text and value.startswith("["):
+        if text and value.startswith("[") and (item is not str or is_literal(value)):    # "[/INST]" is a text
             value, text = literal(value), False
         elif isinstance(value, str):                            # a text may hold commas, a number doesn't
             value = [value] if item is str else value.split(",")
@@ -164,6 +164,14 @@ def literal(text: str):
         except (ValueError, SyntaxError):
             continue
     raise ValueError
+
+
+def is_literal(text: str) -> bool:
+    try:
+        literal(text)
+        return True
+    except ValueError:
+        return False
 
 
 # ---- where values come from -------------------------------------------------------------------------------
@@ -393,6 +401,8 @@ def show(cfg) -> str:
 
 def run(main, Config) -> None:
     """The guard of every script: main(load(sys.argv)); a UserError becomes one sentence and exit code 2."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")       # a model writes what a terminal's code page may lack
     try:
         main(load(Config, sys.argv[1:]))
     except UserError as error:

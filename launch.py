@@ -335,11 +335,14 @@ class Run:
 @contextlib.contextmanager
 def visiting():
     """
-    Around a call from a program of the user's: its signal handlers and exception hooks come back, also when the call fails
-    (in a notebook Ctrl-C must interrupt again). Only where peers wait for this rank, a failure keeps the hooks that end it.
+    Around a call from a program of the user's: its signal handlers and exception hooks come back, also when
+    the call fails (in a notebook Ctrl-C must interrupt again). Only where peers wait for this rank, a failure
+    keeps the hooks that end it.
     """
-    hooks, mine = (sys.excepthook, threading.excepthook), threading.current_thread() is threading.main_thread()
-    numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT") if name in signal.Signals.__members__]
+    hooks = sys.excepthook, threading.excepthook
+    mine = threading.current_thread() is threading.main_thread()
+    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGINT") if name in signal.Signals.__members__]
+    numbers = [signal.Signals[name] for name in names]
     handlers = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
@@ -508,8 +511,8 @@ def compile_layers(layers, run: Run) -> None:
 
 def compare_with_cpu(model, ids: torch.Tensor, run: Run) -> None:
     """
-    MPS has computed wrong products in some releases of macOS and torch: there the losses of one small batch are compared
-    with the CPU's. UserError where they differ by more than rounding.
+    MPS has computed wrong products in some releases of macOS and torch: there the losses of one small batch
+    are compared with the CPU's. UserError where they differ by more than rounding.
     """
     if run.device.type != "mps":
         return
@@ -517,5 +520,5 @@ def compare_with_cpu(model, ids: torch.Tensor, run: Run) -> None:
         here = float(model(ids.to(run.device), labels=ids.to(run.device))[0])
         there = float(copy.deepcopy(model).cpu()(ids, labels=ids)[0])
     if not abs(here - there) <= 1e-3 * abs(there):
-        raise UserError(f"the GPU of this Mac computes a loss of {here:.4f} where the CPU computes {there:.4f}: update macOS "
-                        f"and torch {torch.__version__}, or use device=cpu")
+        raise UserError(f"the GPU of this Mac computes a loss of {here:.4f} where the CPU computes "
+                        f"{there:.4f}: update macOS and torch {torch.__version__}, or use device=cpu")

@@ -1,16 +1,18 @@
 """
-Every forward pass. One decoder whose pieces are chosen by ModelConfig, with Hugging Face's names throughout: the state
-dict of a Model is the state dict of Qwen3ForCausalLM or LlamaForCausalLM, and ModelConfig's fields are their config's.
+Every forward pass. One decoder whose pieces are chosen by ModelConfig, with Hugging Face's names throughout:
+the state dict of a Model is the state dict of Qwen3ForCausalLM or LlamaForCausalLM, and ModelConfig's fields
+are their config's.
 
     model = Model(ModelConfig(vocab_size=4096))
     logits = model(ids)                              ids [B, T] int64 -> [B, T, V]
-    loss_sum, valid = model(ids, labels=labels)      labels[b, t] = the token to predict at position t; -100 = no loss
+    loss_sum, valid = model(ids, labels=labels)      labels[b, t] = the token to predict at t; -100 = none
 
-Nothing here knows about processes, devices or files. Shapes in comments: B batch, T tokens, D model, H heads,
-G key/value heads, K head dimension, V vocabulary.
+Nothing here knows about processes, devices or files. Shapes in comments: B batch, T tokens, D model, H
+heads, G key/value heads, K head dimension, V vocabulary.
 """
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +27,8 @@ from kernels.loss import linear_cross_entropy
 
 @dataclass
 class ModelConfig:
-    model_type: Literal["qwen3", "llama"] = "qwen3"  # family: qwen3 normalises queries and keys, llama does not
-    vocab_size: int | None = None          # rows of the embedding; None = the tokenizer's, rounded up to a multiple of 64
+    model_type: Literal["qwen3", "llama"] = "qwen3"  # qwen3 normalises queries and keys, llama does not
+    vocab_size: int | None = None          # rows of the embedding; None = the tokenizer's, up to x 64
     hidden_size: int = 384                 # D, width of the residual stream
     num_hidden_layers: int = 6             # depth
     num_attention_heads: int = 6           # H, query heads
@@ -35,23 +37,24 @@ class ModelConfig:
     intermediate_size: int = 1024          # width of the MLP
     max_position_embeddings: int = 1024    # longest context; from scratch = sequence_length
     rope_theta: float = 10000.0            # base of the rotary frequencies
-    rope_scaling: dict | None = None       # {"rope_type": "linear" | "llama3" | "yarn", "factor": ..., ...} as on the Hub
+    rope_scaling: dict | None = None       # {"rope_type": "linear" | "llama3" | "yarn", "factor": ...}
     rms_norm_eps: float = 1e-6             # added to the mean square before the root
     tie_word_embeddings: bool = True       # the output head is the input embedding
     attention_bias: bool = False           # biases on the four attention projections
     mlp_bias: bool = False                 # biases in the MLP (llama only)
     sliding_window: int | None = None      # tokens a position can look back, itself included; None = all
-    layer_types: list[str] | None = None   # per layer "full_attention" | "sliding_attention"; None = all alike
+    layer_types: list[str] | None = None   # per layer "full_attention" or "sliding_attention"; None = alike
     initializer_range: float = 0.02        # standard deviation of fresh weights
 
 
-# ---- positions ------------------------------------------------------------------------------------------------------
+# ---- positions --------------------------------------------------------------------------------------------
 
 def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     """
-    Inverse frequencies [K/2] in fp32 and the factor on cos and sin. `rope_scaling` follows Hugging Face's definitions:
-    "linear" divides by `factor`; "llama3" (Llama 3.1) divides only wavelengths longer than the old context and blends in
-    between; "yarn" (arXiv 2309.00071) blends by dimension and scales cos and sin by 0.1 ln(factor) + 1.
+    Inverse frequencies [K/2] in fp32 and the factor on cos and sin. `rope_scaling` follows Hugging Face's
+    definitions: "linear" divides by `factor`; "llama3" (Llama 3.1) divides only wavelengths longer than the
+    old context and blends in between; "yarn" (arXiv 2309.00071) blends by dimension and scales cos and sin
+    by 0.1 ln(factor) + 1.
     """
     K, base, scaling = cfg.head_dim, cfg.rope_theta, cfg.rope_scaling or {}
     inverse = 1.0 / base ** (torch.arange(0, K, 2, dtype=torch.int64).float() / K)
@@ -65,7 +68,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         wavelength = 2 * math.pi / inverse
-        smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)      # 0: long waves, stretched; 1: short, kept
+        smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)    # 0: long waves, stretched
         return inverse / factor * (1 - smooth) + inverse * smooth, 1.0
     if kind == "yarn":
         def dimension(rotations: float) -> float:
@@ -90,23 +93,26 @@ def _yarn_factor(scaling: dict, factor: float) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, T, K]: dimension i turns with dimension i + K/2 (Hugging Face's layout)."""
+    """
+    Rotary embedding of x [B, heads, T, K]: dimension i turns with dimension i + K/2 (Hugging Face's layout).
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# ---- cache ----------------------------------------------------------------------------------------------------------
+# ---- cache ------------------------------------------------------------------------------------------------
 
 class Cache:
     """
-    Keys and values of the tokens seen so far, allocated once: [B, G, capacity, K] per layer. Rows are aligned at their
-    right end: row b's first `padding[b]` slots are empty and are never attended to.
+    Keys and values of the tokens seen so far, allocated once: [B, G, capacity, K] per layer. Rows are
+    aligned at their right end: row b's first `padding[b]` slots are empty and are never attended to.
     """
     def __init__(self, model: "Model", batch: int, capacity: int, padding: Tensor | None = None):
         cfg, weight = model.cfg, model.model.embed_tokens.weight
         shape = (batch, cfg.num_key_value_heads, capacity, cfg.head_dim)
-        self.keys = [torch.zeros(shape, device=weight.device, dtype=weight.dtype) for _ in model.model.layers]
-        self.values = [torch.zeros_like(k) for k in self.keys]
+        empty = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self.keys = [empty.clone() for _ in model.model.layers]
+        self.values = [empty.clone() for _ in model.model.layers]
         self.capacity, self.length, self.padding = capacity, 0, padding
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +124,7 @@ class Cache:
         return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
 
 
-# ---- layers ---------------------------------------------------------------------------------------------------------
+# ---- layers -----------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (arXiv 1910.07467)."""
@@ -138,7 +144,10 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads (arXiv 2305.13245); qwen3 normalises each query and key head."""
+    """
+    Causal self-attention with grouped key/value heads (arXiv 2305.13245); qwen3 normalises each query and
+    key head.
+    """
     def __init__(self, cfg: ModelConfig, layer: int):
         super().__init__()
         D, H, G, K, bias = (cfg.hidden_size, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim,
@@ -165,9 +174,9 @@ class Attention(nn.Module):
         q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        mask = masks["sliding" if self.sliding else "full"]              # None: plain causal, or one query that sees all
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T == k.shape[2],
-                                           enable_gqa=self.grouped)
+        mask = masks["sliding" if self.sliding else "full"]
+        causal = mask is None and T == k.shape[2]                        # else one query, or the mask
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -209,15 +218,20 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The part that Hugging Face calls `model`: embedding, layers, final norm. No forward of its own: Model has it."""
+    """
+    The part that Hugging Face calls `model`: embedding, layers, final norm. No forward of its own: Model has
+    it.
+    """
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        # with a weight of its own: the constructor's random one costs seconds, on the meta device too
+        weight = torch.empty(cfg.vocab_size, cfg.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=False)
         self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model --------------------------------------------------------------------------------------------
 
 class Model(nn.Module):
     """
@@ -228,16 +242,23 @@ class Model(nn.Module):
         check(cfg)
         self.cfg, self.tokenizer = cfg, None
         self.model = Decoder(cfg)
-        self.lm_head = None if cfg.tie_word_embeddings else nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.lm_head = None
+        if not cfg.tie_word_embeddings:
+            self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
         self.set_positions()
 
     def set_positions(self) -> None:
-        """Compute what the rotary embedding needs from cfg. No buffer: a cast of the model must not round it."""
+        """
+        Compute what the rotary embedding needs from cfg. No buffer: a cast of the model must not round it.
+        """
         with torch.device("cpu"):
             self.rope_inverse, self.rope_factor = rope_frequencies(self.cfg)
 
     def recomputing(self, what: Literal["none", "attention", "layer"]) -> "Model":
-        """Trade time for memory in training: drop what the attention, or the whole layer, keeps for its backward pass."""
+        """
+        Trade time for memory in training: drop what the attention, or the whole layer, keeps for its
+        backward pass.
+        """
         for layer in self.model.layers:
             layer.recompute = what
         return self
@@ -250,9 +271,10 @@ class Model(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> "Model":
         """
-        Fresh weights: N(0, initializer_range), the projections that write into the residual stream (o_proj, down_proj)
-        smaller by sqrt(2 x layers) (GPT-2's rule), norms 1, biases 0. Each tensor has its own generator, seeded by `seed`
-        and its name, so a tensor's values depend on no other tensor, device or number of processes.
+        Fresh weights: N(0, initializer_range), the projections that write into the residual stream (o_proj,
+        down_proj) smaller by sqrt(2 x layers) (GPT-2's rule), norms 1, biases 0. Each tensor has its own
+        generator, seeded by `seed` and its name, so a tensor's values depend on no other tensor, device or
+        number of processes.
         """
         for name, p in self.named_parameters():
             if p.ndim < 2:
@@ -261,14 +283,16 @@ class Model(nn.Module):
             std = self.cfg.initializer_range
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 std /= math.sqrt(2 * self.cfg.num_hidden_layers)
-            generator = torch.Generator().manual_seed((seed * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**63)
+            key = seed * 0x9E3779B1 + zlib.crc32(name.encode())
+            generator = torch.Generator().manual_seed(key % 2**63)
             p.copy_(torch.randn(p.shape, generator=generator) * std)
         return self
 
     def masks(self, T: int, documents: Tensor | None, cache: Cache | None) -> dict:
         """
-        Boolean masks [B or 1, 1, T, keys] (True = may be attended to) for the two kinds of layers, built once per forward.
-        None where the plain causal mask, or no mask at all (one cached query), is enough: the fast path of SDPA.
+        Boolean masks [B or 1, 1, T, keys] (True = may be attended to) for the two kinds of layers, built
+        once per forward. None where the plain causal mask, or no mask at all (one cached query), is enough:
+        the fast path of SDPA.
         """
         past, device = (cache.length if cache is not None else 0), self.head.device
         padded = cache is not None and cache.padding is not None
@@ -285,11 +309,15 @@ class Model(nn.Module):
             seen = seen & ((key >= cache.padding[:, None])[:, None, None, :] | (key == query))
         if documents is not None:
             seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-        return {"full": None if plain else seen, "sliding": seen & (query - key < window) if sliding else seen}
+        near = seen & (query - key < window) if sliding else seen
+        return {"full": None if plain else seen, "sliding": near}
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None, positions: Tensor | None = None,
                cache: Cache | None = None) -> Tensor:
-        """ids [B, T] -> the final normed states [B, T, D]. `positions` [B, T] default to 0, 1, 2, ... (after the cache)."""
+        """
+        ids [B, T] -> the final normed states [B, T, D]. `positions` [B, T] default to 0, 1, 2, ... (after
+        the cache).
+        """
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device)[None]
@@ -311,11 +339,12 @@ class Model(nn.Module):
         return self.model.norm(x)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None,
-                positions: Tensor | None = None, cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                positions: Tensor | None = None,
+                cache: Cache | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """
-        ids [B, T] int64; documents [B, T]: a position sees only tokens with its own document number.
-        Without labels: logits [B, T, V]. With labels [B, T] (the target at each position, already shifted by data.py,
-        -100 = none): (sum of the cross-entropies in nats, number of labels that counted).
+        ids [B, T] int64; documents [B, T]: a position sees only tokens with its own document number. Without
+        labels: logits [B, T, V]. With labels [B, T] (the target at each position, already shifted by
+        data.py, -100 = none): (sum of the cross-entropies in nats, number of labels that counted).
         """
         x = self.hidden(ids, documents, positions, cache)
         if labels is None:
@@ -330,21 +359,25 @@ def check(cfg: ModelConfig) -> None:
         raise UserError("vocab_size is not set: give the number of rows of the embedding")
     if H % G:
         divisors = [d for d in range(1, H + 1) if H % d == 0]
-        raise UserError(f"num_attention_heads={H} is not divisible by num_key_value_heads={G}: use one of {divisors}")
+        raise UserError(f"num_attention_heads={H} is not divisible by num_key_value_heads={G}: use one of "
+                        f"{divisors}")
     if K % 2:
-        raise UserError(f"head_dim={K} is odd; rotary positions turn pairs of dimensions: use an even number")
+        raise UserError(f"head_dim={K} is odd; rotary positions turn pairs of dimensions: use an even "
+                        f"number")
     if cfg.model_type == "llama" and cfg.sliding_window is not None:
-        raise UserError("model_type=llama has no sliding window in Hugging Face's definition: use model_type=qwen3")
+        raise UserError("model_type=llama has no sliding window in Hugging Face's definition: use "
+                        "model_type=qwen3")
     if cfg.layer_types is not None:
         known = {"full_attention", "sliding_attention"}
         if len(cfg.layer_types) != cfg.num_hidden_layers or set(cfg.layer_types) - known:
             raise UserError(f"layer_types needs one of {sorted(known)} for each of num_hidden_layers="
                             f"{cfg.num_hidden_layers} layers, got {len(cfg.layer_types)}: {cfg.layer_types}")
         if "sliding_attention" in cfg.layer_types and cfg.sliding_window is None:
-            raise UserError("layer_types asks for sliding_attention but sliding_window is not set: give its tokens")
+            raise UserError("layer_types asks for sliding_attention but sliding_window is not set: give its "
+                            "tokens")
 
 
-# ---- size -----------------------------------------------------------------------------------------------------------
+# ---- size -------------------------------------------------------------------------------------------------
 
 def count_parameters(cfg: ModelConfig) -> int:
     """Exact number of parameters, without building anything (a tied head counts once)."""
@@ -357,7 +390,10 @@ def _layer_parameters(D: int, H: int, G: int, K: int, I: int) -> int:
 
 
 def _key_value_heads(H: int) -> int:
-    """About a third of the query heads and a divisor of them, at least 2 from 4 heads up; all where no divisor fits."""
+    """
+    About a third of the query heads and a divisor of them, at least 2 from 4 heads up; all where no divisor
+    fits.
+    """
     return max((d for d in range(2, max(2, H // 3) + 1) if H % d == 0 and H >= 4), default=H)
 
 
@@ -365,9 +401,10 @@ def shape_for(params: int, vocab_size: int, given: dict | None = None) -> tuple[
     """
     The shape of a model of about `params` parameters: a dict of the shape fields and a list of warnings.
 
-    Fields in `given` stay as they are; of all others the combination is taken that is nearest to published small models
-    (width / depth near 64 up to 1,024 wide and rising after, MLP near 8/3 of the width, head_dim 64) among those within
-    1.5 % of the budget, or the nearest one. UserError where the embedding alone exceeds the budget.
+    Fields in `given` stay as they are; of all others the combination is taken that is nearest to published
+    small models (width / depth near 64 up to 1,024 wide and rising after, MLP near 8/3 of the width,
+    head_dim 64) among those within 1.5 % of the budget, or the nearest one. UserError where the embedding
+    alone exceeds the budget.
     """
     given, warnings = dict(given or {}), []
     tied = given.get("tie_word_embeddings", True)
@@ -389,7 +426,8 @@ def shape_for(params: int, vocab_size: int, given: dict | None = None) -> tuple[
             I = given.get("intermediate_size", max(grain, round(free / (3 * D) / grain) * grain))
             total = embedding + D + L * _layer_parameters(D, H, G, K, I)
             miss = abs(total - params) / params
-            taste = abs(math.log(L / ideal_depth)) + 2 * abs(math.log(I / ideal_mlp)) + (0.5 if G == H > 3 else 0)
+            ungrouped = 0.5 if G == H > 3 else 0
+            taste = abs(math.log(L / ideal_depth)) + 2 * abs(math.log(I / ideal_mlp)) + ungrouped
             rank = (miss > 0.015, miss if miss > 0.015 else taste)
             if best is None or rank < best[0]:
                 best = rank, total, dict(hidden_size=D, num_hidden_layers=L, num_attention_heads=H,
@@ -397,27 +435,29 @@ def shape_for(params: int, vocab_size: int, given: dict | None = None) -> tuple[
     if best is None or vocab_size * best[2]["hidden_size"] >= params:
         smallest = given.get("hidden_size", 64)
         layers = 4 * _layer_parameters(smallest, 1, 1, K, 3 * smallest)
-        raise UserError(f"params={params:,} is smaller than the embedding of vocab_size={vocab_size:,} alone "
-                        f"({vocab_size * smallest:,} at {smallest} wide): use more params, or a tokenizer of at most "
-                        f"{max(params - layers, 0) // smallest:,} entries")
+        raise UserError(f"params={params:,} is smaller than the embedding of vocab_size={vocab_size:,} "
+                        f"alone ({vocab_size * smallest:,} at {smallest} wide): use more params, or a "
+                        f"tokenizer of at most {max(params - layers, 0) // smallest:,} entries")
     _, total, shape = best
     share = vocab_size * shape["hidden_size"] / total
     if share > 0.5:
-        warnings.append(f"the embedding takes {share:.0%} of the {total:,} parameters (vocab_size={vocab_size:,}): "
-                        f"a smaller tokenizer would leave more for the layers")
+        warnings.append(f"the embedding takes {share:.0%} of the {total:,} parameters "
+                        f"(vocab_size={vocab_size:,}): a smaller tokenizer would leave more for the layers")
     if abs(total - params) > 0.02 * params:
         warnings.append(f"params={params:,} was asked for; the nearest shape has {total:,}")
     return shape, warnings
 
 
-# ---- generation -----------------------------------------------------------------------------------------------------
+# ---- generation -------------------------------------------------------------------------------------------
 
-def pick(logits: Tensor, seen: list[Tensor] | None, temperature: float, top_k: int | None, top_p: float | None,
-         min_p: float | None, repetition_penalty: float, generator: torch.Generator | None) -> Tensor:
+def pick(logits: Tensor, seen: list[Tensor], generator: torch.Generator | None = None,
+         temperature: float = 0.8, top_k: int | None = None, top_p: float | None = None,
+         min_p: float | None = None, repetition_penalty: float = 1.0) -> Tensor:
     """
-    Next ids [B] from logits [B, V], in this order: the penalty divides positive and multiplies negative logits of ids in
-    `seen` (arXiv 1909.05858), temperature (0 = the largest logit, nothing below applies), the `top_k` largest (0 = all),
-    those with at least `min_p` times the largest probability, the smallest set of probability `top_p` (arXiv 1904.09751).
+    Next ids [B] from logits [B, V], in this order: the penalty divides positive and multiplies negative
+    logits of ids in `seen` (arXiv 1909.05858), temperature (0 = the largest logit, nothing below applies),
+    the `top_k` largest (0 = all), those with at least `min_p` times the largest probability, the smallest
+    set of probability `top_p` (arXiv 1904.09751).
     """
     logits = logits.float()
     if repetition_penalty != 1.0:
@@ -445,8 +485,9 @@ def pick(logits: Tensor, seen: list[Tensor] | None, temperature: float, top_k: i
 
 def context(ids: list[int], limit: int) -> list[int]:
     """
-    The tokens that the model sees when it continues `ids`: all of them up to `limit`; beyond it the oldest half of the
-    window is dropped at once, each time the window is full. A function of the text alone, so a cache cannot change it.
+    The tokens that the model sees when it continues `ids`: all of them up to `limit`; beyond it the oldest
+    half of the window is dropped at once, each time the window is full. A function of the text alone, so a
+    cache cannot change it.
     """
     if len(ids) <= limit:
         return ids
@@ -456,13 +497,12 @@ def context(ids: list[int], limit: int) -> list[int]:
 
 
 @torch.inference_mode()
-def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, temperature: float = 0.8,
-             top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
-             repetition_penalty: float = 1.0, vocab_size: int | None = None, generator: torch.Generator | None = None,
-             cached: bool = True):
+def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, vocab_size: int | None = None,
+             generator: torch.Generator | None = None, cached: bool = True, **how) -> Iterator[list[int]]:
     """
-    Yields a list of B new ids, `max_new_tokens` times; stop by leaving the loop. Ids from `vocab_size` on (padding of the
-    embedding) are never drawn. `cached=False` runs the whole context each time: slow, the reference for the cache.
+    Yields a list of B new ids, `max_new_tokens` times; stop by leaving the loop. Ids from `vocab_size` on
+    (padding of the embedding) are never drawn. `cached=False` runs the whole context each time: slow, the
+    reference for the cache.
     """
     device, limit = model.head.device, model.cfg.max_position_embeddings
     texts, cache = [list(p) for p in prompts], None
@@ -479,8 +519,9 @@ def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, temper
             fresh = torch.tensor([text[-1:] for text in texts], device=device)
         held = [len(w) for w in windows]
         logits = F.linear(model.hidden(fresh, cache=cache)[:, -1], model.head)[:, :vocab_size]     # [B, V]
-        seen = [torch.tensor(sorted(set(w)), device=device) for w in windows] if repetition_penalty != 1.0 else None
-        new = pick(logits, seen, temperature, top_k, top_p, min_p, repetition_penalty, generator).tolist()
+        penalised = how.get("repetition_penalty", 1.0) != 1.0
+        seen = [torch.tensor(sorted(set(w)), device=device) for w in windows] if penalised else []
+        new = pick(logits, seen, generator, **how).tolist()
         for text, id in zip(texts, new):
             text.append(id)
         yield new

@@ -43,7 +43,7 @@ class Config(ModelConfig):
     params: int | None = 20_000_000        # size of a fresh model: fills the shape fields that nobody set
     sequence_length: int = 512             # tokens per row
     data: str = "stdlib"                   # corpus directory, raw text, or a mix: "fineweb:0.7,code:0.3"
-    tokenizer: str | object = "auto"       # for raw text: "auto" = trained on it; "byte", "gpt2", a directory
+    tokenizer: str | object = "auto"       # for raw text: "auto" = trained on it; "byte", "gpt2", a path
     out_dir: str | None = None             # None = out/<config name>
     init_from: str | object | None = None  # model directory to train on from; None = from scratch
     resume: bool | str = "auto"            # "auto" = go on where out_dir holds this run; "never"; a path
@@ -132,7 +132,7 @@ def main(cfg: Config) -> dict:
     batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
     max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
     corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
-    result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does the rest
+    result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does it
     if result is not None:
         return result
 
@@ -159,8 +159,8 @@ def main(cfg: Config) -> dict:
         step, samples = stored["step"], stored["samples"]
         check_resumed(cfg, stored, corpus, max_steps, run)
         if step >= max_steps:
-            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go "
-                    f"on, or another out_dir to start a new one")
+            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to "
+                    f"go on, or another out_dir to start a new one")
             return launch.report(run, result_of(cfg, step, samples))
     if run.main:
         checkpoint.open_out_dir(cfg, given)
@@ -277,8 +277,8 @@ def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
     for key in (f.name for f in fields(ModelConfig) if f.name in cfg.given):
         wanted, there = getattr(cfg, key), getattr(base.cfg, key)
         if wanted not in (there, None) and key not in ("rope_scaling", "max_position_embeddings"):
-            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave it "
-                            f"out")
+            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave "
+                            f"it out")
     return base
 
 
@@ -293,14 +293,15 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
         for f in fields(ModelConfig):
             setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
         if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
-            say(f"warning: sequence_length={cfg.sequence_length} is beyond the {cfg.max_position_embeddings} "
-                f"positions that the base was trained on: give rope_scaling, or expect it to learn them anew")
+            say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
+                f"{cfg.max_position_embeddings} positions that the base was trained on: give rope_scaling, or "
+                f"expect it to learn them anew")
         cfg.max_position_embeddings = max(cfg.max_position_embeddings, cfg.sequence_length)
         base.cfg = checkpoint.model_config(cfg)
         base.set_positions()
         if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
-            raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare it "
-                            f"again with --tokenizer={cfg.init_from or cfg.out_dir}")
+            raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare "
+                            f"it again with --tokenizer={cfg.init_from or cfg.out_dir}")
     else:
         if cfg.vocab_size is None:
             cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
@@ -339,8 +340,8 @@ def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> Non
     run.say(f"resuming at step {stored['step']}" + (f" with {run.world} ranks instead of {stored['world']}"
                                                      if run.world != stored["world"] else ""))
     if stored["max_steps"] != max_steps and stored["step"] < max_steps:
-        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate follows "
-                f"the curve of {max_steps} steps from here on")
+        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate "
+                f"follows the curve of {max_steps} steps from here on")
 
 
 def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) -> None:
@@ -351,12 +352,13 @@ def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) 
     tokens = max_steps * batch.global_batch_size * cfg.sequence_length
     epochs = max_steps * batch.global_batch_size / corpus.windows
     run.say(f"{parameters:,} parameters, {cfg.num_hidden_layers} layers x {cfg.hidden_size} wide | "
-            f"{run.device}, {str(run.dtype).removeprefix('torch.')}, {run.world} process{'es' if run.world > 1 else ''}")
+            f"{run.device}, {str(run.dtype).removeprefix('torch.')}, {run.world} "
+            f"process{'es' if run.world > 1 else ''}")
     run.say(f"{max_steps:,} steps x {batch.global_batch_size} sequences ({batch.micro_batch_size} x "
             f"{batch.accumulation} x {run.world}) x {cfg.sequence_length} tokens = {tokens:,} tokens, "
             f"{epochs:.2f} epochs of {corpus.train_tokens:,}; {corpus.val_tokens:,} for validation")
-    run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows how "
-            f"often each token occurs {corpus.unigram_entropy():.4f}")
+    run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows "
+            f"how often each token occurs {corpus.unigram_entropy():.4f}")
 
 
 # ---- in the loop ------------------------------------------------------------------------------------------
@@ -376,12 +378,13 @@ def flops_per_token(cfg: Config, parameters: int) -> float:
 def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int, lines) -> None:
     """Stop a run that has diverged; warn about one that does not learn."""
     if in_a_row >= 10:
-        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss {loss}): "
-                        f"lower lr={cfg.lr} or warm up longer, then start again; the last checkpoint is from before")
+        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss "
+                        f"{loss}): lower lr={cfg.lr} or warm up longer, then start again; the last checkpoint "
+                        f"is from before")
     warm = max(1, round(cfg.warmup_ratio * max_steps))
     if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
-        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows nothing "
-                   f"has ({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
+        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows "
+                   f"nothing has ({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
 
 
 @torch.no_grad()
@@ -392,7 +395,7 @@ def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
     UTF-8 bytes of the labels.
     """
     lengths = corpus.tokenizer and torch.as_tensor(corpus.tokenizer.token_lengths).to(run.device)
-    found = []                                             # (loss, labels, bytes) of each batch, on the device
+    found = []                                             # (loss, labels, bytes) by batch, on the device
     for ids, labels in corpus.evaluation(micro_batch_size, run.rank, run.world, cfg.eval_tokens):
         if run.stopping():                                 # every rank calls this
             return {}
