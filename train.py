@@ -159,8 +159,8 @@ def main(cfg: Config) -> dict:
         step, samples = stored["step"], stored["samples"]
         check_resumed(cfg, stored, corpus, max_steps, run)
         if step >= max_steps:
-            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to "
-                    f"go on, or another out_dir to start a new one")
+            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens "
+                    f"to go on, or another out_dir to start a new one")
             return launch.report(run, result_of(cfg, step, samples))
     if run.main:
         checkpoint.open_out_dir(cfg, given)
@@ -172,10 +172,12 @@ def main(cfg: Config) -> dict:
         if run.world > 1 else model                        # `model` stays plain: its names reach the disk
 
     # ---- loop ---------------------------------------------------------------------------------------------
-    def read(samples: int) -> list:
-        """This replica's rows of the step that starts at `samples`, on their way to the device."""
-        step_rows = corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world)
-        return [run.to_device(ids) for ids in step_rows]
+    def micro_batches(samples: int):
+        """This replica's rows [micro, T+1] from `samples` on, step after step, on their way to the device."""
+        while True:
+            for ids in corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world):
+                yield run.to_device(ids)
+            samples += batch.global_batch_size
 
     def save() -> None:
         state = {"step": step, "samples": samples, "tokens": samples * cfg.sequence_length, "seed": cfg.seed,
@@ -198,20 +200,21 @@ def main(cfg: Config) -> dict:
     peak = launch.peak_flops(run)
     started = began = time.perf_counter()
     logged, done, evaluation = step, False, {}
-    ahead = read(samples)
+    coming = micro_batches(samples)
+    ahead = next(coming)
     while not done:
         lr = optim.lr_at(step, max_steps, cfg)
         totals = torch.zeros(2, device=run.device)         # sum of the losses, labels that counted
-        for k, ids in enumerate(ahead):                    # [micro, T+1] ids, the same at any world size
+        for k in range(batch.accumulation):
             unsynced = forward.no_sync() if run.world > 1 and k < batch.accumulation - 1 else nullcontext()
             with unsynced:                                 # one all-reduce of the gradients per step
                 with run.autocast():
-                    inputs, labels = ids[:, :-1], ids[:, 1:]
+                    inputs, labels = ahead[:, :-1], ahead[:, 1:]
                     loss, valid = forward(inputs, labels=labels, documents=documents_of(inputs, cfg, corpus))
                 (loss * scale.value).backward()
             totals += torch.stack((loss.detach(), valid.float()))
+            ahead = next(coming)                           # read while the device works
         samples += batch.global_batch_size
-        ahead = read(samples) if step + 1 < max_steps else []           # while the device works
         totals = run.all_reduce(totals)                    # every rank calls this
         # DDP took the mean over ranks: back to the sum, then per label of the whole step
         norm = optim.finish_gradients(model, run.world / totals[1] / scale.value, cfg.grad_clip)
@@ -294,8 +297,8 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
             setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
         if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
             say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
-                f"{cfg.max_position_embeddings} positions that the base was trained on: give rope_scaling, or "
-                f"expect it to learn them anew")
+                f"{cfg.max_position_embeddings} positions that the base was trained on: give rope_scaling, "
+                f"or expect it to learn them anew")
         cfg.max_position_embeddings = max(cfg.max_position_embeddings, cfg.sequence_length)
         base.cfg = checkpoint.model_config(cfg)
         base.set_positions()
@@ -379,8 +382,8 @@ def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int,
     """Stop a run that has diverged; warn about one that does not learn."""
     if in_a_row >= 10:
         raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss "
-                        f"{loss}): lower lr={cfg.lr} or warm up longer, then start again; the last checkpoint "
-                        f"is from before")
+                        f"{loss}): lower lr={cfg.lr} or warm up longer, then start again; the last "
+                        f"checkpoint is from before")
     warm = max(1, round(cfg.warmup_ratio * max_steps))
     if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
         lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows "
