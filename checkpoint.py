@@ -14,6 +14,7 @@ before.
 """
 import dataclasses
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -67,7 +68,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """Replace a safetensors file in one go."""
     beside = path.with_name(f".{path.name}.tmp")
     tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    save_file(tensors, beside, metadata=metadata)
+    try:
+        save_file(tensors, beside, metadata=metadata)
+    except SafetensorError as error:                   # a full disk, mostly
+        beside.unlink(missing_ok=True)
+        raise OSError(str(error)) from None
     flush(beside)
     os.replace(beside, path)
 
@@ -185,6 +190,19 @@ def save_model_dir(model: Model, tokenizer, path: str | Path, dtype: torch.dtype
     flush(path)
 
 
+def published_step(out_dir: str | Path) -> int | None:
+    """The step of the model in out_dir; None when there is none, or a half-written one."""
+    path = Path(out_dir)
+    files, fault = weight_files(path)
+    if fault or not files or not (path / "config.json").exists():
+        return None
+    try:
+        with open_tensors(path / files[0]) as f:
+            return int((f.metadata() or {}).get("step", -1))
+    except UserError:
+        return None
+
+
 def split_by_size(tensors: dict[str, Tensor], limit: int | None) -> list[dict[str, Tensor]]:
     shards, size = [{}], 0
     for name, t in tensors.items():
@@ -300,12 +318,16 @@ def save_state(out_dir: str | Path, model: Model, optimizer, state: dict, run, k
     generators = gather_generators(run)
     final = Path(out_dir) / "checkpoints" / f"{state['step']:08d}"
     if run.main:
+        partial = final.with_name(f".tmp-{final.name}")
+        for stale in final.parent.glob(".tmp-*"):      # of a save that was killed
+            shutil.rmtree(stale)
         try:
-            write_state(final, model, optimizer, state, generators)
+            write_state(partial, final, model, optimizer, state, generators)
             complete = sorted(p for p in final.parent.glob("[0-9]" * 8) if (p / "complete").exists())
             for old in complete[:-keep_last]:
                 shutil.rmtree(old)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise UserError(f"the state of step {state['step']} could not be saved to {final.parent}: "
                             f"{error}; what was saved before is intact: make room, then start again to "
                             f"resume") from None
@@ -313,9 +335,8 @@ def save_state(out_dir: str | Path, model: Model, optimizer, state: dict, run, k
     return final
 
 
-def write_state(final: Path, model: Model, optimizer, state: dict, generators: list[dict]) -> None:
-    partial = final.with_name(f".tmp-{final.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+def write_state(partial: Path, final: Path, model: Model, optimizer, state: dict, generators: list) -> None:
+    """Write everything into `partial`, then make it `final` in one rename."""
     partial.mkdir(parents=True)
     metadata = {"format": "pt", "step": str(state["step"])}
     shards = {}
@@ -428,12 +449,12 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     model.load_state_dict(weights, strict=True)
     moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
-    if moments:
-        optimizer.load_moments(moments, state["updates"])
-        optimizer.skipped.fill_(state["step"] - state["updates"])
-        optimizer.skipped_in_a_row.fill_(state["skipped_in_a_row"])
-    else:
-        run.say(f"{path} has no optimizer state: the optimizer starts fresh")
+    fresh = optimizer.load_moments(moments, state["updates"])
+    if fresh:
+        run.say(f"{path} has no moments for {len(fresh)} of {len(optimizer.named)} parameters (weights "
+                f"alone, or another optimizer): theirs start fresh")
+    optimizer.skipped.fill_(state["step"] - state["updates"])
+    optimizer.skipped_in_a_row.fill_(state["skipped_in_a_row"])
     file = path / f"rng-{run.rank:05d}.safetensors"
     if file.exists() and state["world"] == run.world:
         generators = read_tensors(file)
@@ -442,6 +463,7 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
             torch.cuda.set_rng_state(generators["cuda"], run.device)
     if scale.enabled and state["fp16_scale"]:
         scale.value.fill_(state["fp16_scale"])
+        scale.finite_steps.fill_(state["fp16_finite_steps"])
 
 
 # ---- the state: is it this run's? -------------------------------------------------------------------------
@@ -453,120 +475,154 @@ FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tok
         "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype", "compile", "kernels",
         "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
         "cp_mode", "micro_batch_size", "gradient_accumulation", "out_dir", "resume"}
+RESOLVED = {"vocab_size", "global_batch_size"}         # None = worked out at the start and stored
 
 
-def resume(cfg, run_say=print) -> Path | None:
+def resume(cfg, say=print) -> Path | None:
     """
-    The state that a run with this config goes on from, or None to start afresh; reads JSON only. Brings
-    `cfg` in line with the state: a key given in neither run takes the state's value, None and "auto" take
-    what they were resolved to, and with no length given the stored one stays. UserError when out_dir holds
-    another run, naming the keys that differ.
+    The state that a run with this config goes on from, or None to start afresh; reads JSON only. Brings `cfg`
+    in line with the state: a key given in neither run takes the state's value, None and "auto" take what they
+    were resolved to, and with no length given the stored one stays. UserError when out_dir holds another run,
+    naming the keys that differ, or anything else that would be overwritten.
     """
     out = Path(cfg.out_dir)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"out_dir={out} is a file: choose another out_dir")
     if cfg.init_from is not None and os.path.realpath(cfg.init_from) == os.path.realpath(out):
         raise UserError(f"out_dir={out} is init_from itself, which would be overwritten: choose another "
                         f"out_dir")
-    if cfg.resume in ("never", "False") or cfg.resume is False:
+    if cfg.resume in (False, "never"):
         if out.is_dir() and any(out.iterdir()):
             raise UserError(f"resume=never, but {out} is not empty: choose another out_dir, or delete it "
                             f"yourself")
         return None
-    forced = cfg.resume not in ("auto", "True", True)
+    forced = cfg.resume not in (True, "auto")
+    there, skipped = newest_state(out)
     if forced:
-        path = Path(cfg.resume)
-        if not (path / "state.json").exists():
-            path, _ = newest_state(path)
-        fault = fault_of(path) if path else "it has no complete checkpoint"
-        if fault:
-            raise UserError(f"resume={cfg.resume}: {fault}")
-        there = newest_state(out)[0]
-        if there and there.resolve() != path.resolve() and not (
-                there.parent.resolve() == path.parent.resolve() and there.name < path.name):
+        path = state_at(Path(cfg.resume))
+        earlier = there and there.parent.resolve() == path.parent.resolve() and there.name <= path.name
+        if there and not earlier:
             raise UserError(f"resume={cfg.resume} would leave {there}, a later or another run's state, in "
                             f"the way: give another out_dir, or move it away")
     else:
-        path, skipped = newest_state(out)
+        path = there
         for sentence in skipped:
-            run_say(sentence)
-        if path is None:
-            refuse_foreign(out)
-            return None
-    state = read_json(path / "state.json")
-    reconcile(cfg, state, path, forced, run_say)
+            say(sentence)
+    if there is None:
+        refuse_foreign(out)
+    if path is not None:
+        reconcile(cfg, read_json(path / "state.json"), path, forced, say)
     return path
 
 
+def state_at(path: Path) -> Path:
+    """The state that a path names: itself, or the newest of an out_dir."""
+    if not (path / "state.json").exists():
+        newest = newest_state(path)[0]
+        if newest is None:
+            raise UserError(f"resume={path}: there is no complete checkpoint")
+        return newest
+    if fault := fault_of(path):
+        raise UserError(f"resume={path}: {fault}")
+    return path
+
+
+WRITTEN = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+           "metrics.jsonl", "run_config.json", "adapter_config.json", "loss.png", "source", "checkpoints"}
+
+
 def refuse_foreign(out: Path) -> None:
-    """out_dir without a state: fine when it is empty or a run of ours stopped before its first save."""
-    if not out.is_dir():
-        return
-    held = sorted(p.name for p in out.iterdir() if p.name in ("config.json", "adapter_config.json")
-                  or p.name.endswith(".safetensors"))
-    if held:
-        raise UserError(f"{out} holds a model ({', '.join(held[:3])}) but no complete checkpoint to resume, "
-                        f"and would be overwritten: choose another out_dir, or train on from it with "
-                        f"--init_from={out}")
+    """
+    out_dir without a complete state: fine when it holds nothing that a run writes, or a run of ours that
+    stopped before its first save.
+    """
+    held = sorted(p.name for p in out.glob("*") if p.name in WRITTEN or p.name.endswith(".safetensors"))
+    model = any(name.endswith(".safetensors") for name in held)
+    try:
+        ours = "lignite" in read_json(out / "run_config.json")
+    except UserError:
+        ours = False
+    if held and (model or not ours):
+        hint = f", or train on from it with --init_from={out}" if model else ""
+        raise UserError(f"{out} holds no complete checkpoint to resume but {', '.join(held[:4])}, which "
+                        f"would be overwritten: choose another out_dir{hint}")
 
 
-def reconcile(cfg, state: dict, path: Path, forced: bool, run_say=print) -> None:
+def reconcile(cfg, state: dict, path: Path, forced: bool, say=print) -> None:
+    """Bring cfg in line with a state; UserError for what differs, or, when forced, a line that says so."""
     stored, stored_given = state["config"], state["given"]
-    shape = {f.name for f in dataclasses.fields(ModelConfig)}
-    differ = []
-    for key in (f.name for f in dataclasses.fields(type(cfg))):
-        if key in FREE or key not in stored:
-            continue
-        now, before = getattr(cfg, key), stored[key]
-        silent = key not in cfg.given and key not in stored_given
-        if silent or (key in cfg.given and now in (None, "auto")):
-            setattr(cfg, key, before)
-        elif now != before and not (key in stored_given and now == stored_given[key]):
-            differ.append((key, before, now))
-        else:
-            setattr(cfg, key, before)
     known = {f.name for f in dataclasses.fields(type(cfg))}
-    differ += [(key, stored[key], "no such key here") for key in stored_given if key in stored
-               and key not in known | FREE and stored[key] != state.get("defaults", {}).get(key)]
+    differ = []
+    for key in sorted(set(stored) & known - FREE):
+        now, before = getattr(cfg, key), stored[key]
+        if key not in cfg.given and key not in stored_given:
+            setattr(cfg, key, before)
+        elif (now is None and key in RESOLVED) or (key in stored_given and now == stored_given[key]):
+            setattr(cfg, key, before)
+        elif now != before and not (key in state["paths"] and os.path.realpath(now) == state["paths"][key]):
+            differ.append((key, before, now))
+    for key in sorted(set(stored_given) & set(stored) - known - FREE):
+        if stored[key] != state["defaults"].get(key):
+            differ.append((key, stored[key], "no key of this script"))
     if not any(key in cfg.given for key in config.LENGTHS):
         for key in config.LENGTHS:
-            if key in stored and hasattr(cfg, key):
+            if key in stored and key in known:
                 setattr(cfg, key, stored[key])
     if not differ:
         return
     listed = "; ".join(f"{key} was {before!r}, is {now!r}" for key, before, now in differ)
-    if not forced:
-        raise UserError(f"{path.parent.parent} holds a run with other settings ({listed}): choose another "
-                        f"out_dir, or go on from it with these settings by --resume={path}")
-    fixed = [key for key, _, _ in differ if key in shape]
-    if fixed:
+    fixed = {key for key, _, _ in differ} & {f.name for f in dataclasses.fields(ModelConfig)}
+    if forced and fixed:
         raise UserError(f"a resumed run cannot change the model's shape ({listed}): start a new one in "
                         f"another out_dir")
-    run_say(f"resuming with changed settings: {listed}")
+    if not forced:
+        force = "" if fixed else f", or go on from it with these settings by --resume={path}"
+        raise UserError(f"{path.parent.parent} holds a run with other settings ({listed}): choose another "
+                        f"out_dir{force}")
+    say(f"resuming with changed settings: {listed}")
 
+
+def paths_of(cfg) -> dict[str, str]:
+    """Where the paths among cfg's values really are: the same file may be spelled differently next time."""
+    values = {key: getattr(cfg, key) for key in ("data", "tokenizer", "init_from")}
+    return {key: os.path.realpath(value) for key, value in values.items() if value and os.path.exists(value)}
+
+
+# ---- what Python gave as objects --------------------------------------------------------------------------
 
 def name_objects(cfg) -> dict:
     """
-    Replace a live tokenizer or model in cfg by the directory in out_dir that save_objects() will put it in.
+    Replace a live tokenizer or model in cfg by the directory in out_dir that save_objects() will put it in:
+    named by its content, so that another one is another setting. Returns {key: object}.
     """
     live = {}
     for key in ("tokenizer", "init_from"):
         value = getattr(cfg, key)
-        if value is not None and not isinstance(value, (str, os.PathLike)):
-            live[key] = value if isinstance(value, Model) else tokenizers.load_tokenizer(value)
-            setattr(cfg, key, str(Path(cfg.out_dir) / "given" / key))
+        if value is None or isinstance(value, (str, os.PathLike)):
+            continue
+        if key == "init_from" and not isinstance(value, Model):
+            raise UserError(f"init_from takes a path or a loaded model, not {type(value).__name__}")
+        live[key] = value if key == "init_from" else tokenizers.load_tokenizer(value)
+        content = weights_hash(value) if key == "init_from" else live[key].fingerprint
+        setattr(cfg, key, str(Path(cfg.out_dir) / "given" / f"{key}-{content[:8]}"))
     return live
 
 
+def weights_hash(model: Model) -> str:
+    digest = hashlib.sha256()
+    for name, t in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def save_objects(cfg, live: dict) -> None:
-    """
-    Write what name_objects() found, where a child process or a later run will look for it. Rank 0 only.
-    """
+    """Write what name_objects() found, for a child process or a later run. Rank 0 only."""
     for key, value in live.items():
-        path = getattr(cfg, key)
         if isinstance(value, Model):
-            save_model_dir(value, value.tokenizer, path)
+            save_model_dir(value, value.tokenizer, getattr(cfg, key))
         else:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            value.save(path)
+            value.save(getattr(cfg, key))
 
 
 def open_out_dir(cfg, given: dict) -> None:

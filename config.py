@@ -187,8 +187,9 @@ def load(Config, argv: list[str]):
             raise SystemExit(0)
         if word.startswith("--"):
             key, value = read_flag(Config, word, argv)
-            drop_lengths(values, given, [key], lambda origin: not origin.startswith("--"))
-            values[key] = accept(Config, key, value, "--", text=isinstance(value, str))
+            value = accept(Config, key, value, "--", text=isinstance(value, str))
+            drop_lengths(values, given, {key: value}, lambda origin: not origin.startswith("--"))
+            values[key] = value
             given[key] = f"--{key}"
         elif word.endswith(".py"):
             files.append(word)
@@ -205,12 +206,12 @@ def load(Config, argv: list[str]):
 LENGTHS = ("tokens", "max_steps", "epochs")
 
 
-def drop_lengths(values: dict, given: dict, keys, earlier) -> None:
+def drop_lengths(values: dict, given: dict, assigned: dict, earlier) -> None:
     """
     A run has one length: a later file or flag that sets it in another unit replaces the earlier one. Two in
     the same file, or two flags, stay: that is a contradiction, and the scripts say so.
     """
-    if any(key in LENGTHS for key in keys):
+    if any(assigned.get(key) is not None for key in LENGTHS):
         for other in LENGTHS:
             if other in given and earlier(given[other]):
                 del values[other], given[other]
@@ -408,3 +409,9 @@ def run(main, Config) -> None:
     except UserError as error:
         import launch
         launch.refuse(error)
+    except KeyboardInterrupt:                          # before the loop, which stops by itself
+        print("stopped: the same command starts again", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:                            # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None

@@ -48,7 +48,7 @@ class Log:
         self.image = os.path.join(cfg.out_dir, "loss.png")
         self.path = os.path.join(cfg.out_dir, "metrics.jsonl")
         forget_after(start_step, self.path)
-        self.file = open(self.path, "a", encoding="utf-8", newline="\n")
+        self.attempt("metrics.jsonl", lambda: self.sinks.append(("metrics.jsonl", *open_metrics(self.path))))
         if cfg.wandb_project:
             self.attempt("wandb", lambda: self.sinks.append(("wandb", *self.open_wandb(cfg))))
         if cfg.tensorboard:
@@ -69,9 +69,6 @@ class Log:
         if not self.main or not values:
             return
         self.note(line(step, self.max_steps, values))
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.file.write(json.dumps({"step": step, **finite}) + "\n")       # JSON has no NaN
-        self.file.flush()
         for name, send, _ in list(self.sinks):
             self.attempt(name, lambda: send(step, values))
 
@@ -104,7 +101,6 @@ class Log:
             if self.bar:
                 sys.stderr.write("\n")
                 self.bar = ""
-            self.file.close()
             for name, _, close in list(self.sinks):
                 self.attempt(name, close)
             self.attempt("loss.png", lambda: draw_losses(self.path, self.image))
@@ -126,6 +122,16 @@ class Log:
                          dir=cfg.out_dir, id=self.wandb_id, resume="allow", config=dict(vars(cfg)))
         self.wandb_id = run.id
         return lambda step, values: run.log(values, step=step), run.finish
+
+
+def open_metrics(path: str):
+    file = open(path, "a", encoding="utf-8", newline="\n")
+
+    def send(step, values):
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        file.write(json.dumps({"step": step, **finite}) + "\n")             # JSON has no NaN
+        file.flush()
+    return send, file.close
 
 
 def open_tensorboard(cfg):
@@ -157,6 +163,12 @@ def read_metrics(path: str) -> list[dict]:
                 except ValueError:
                     continue
     return records
+
+
+def evaluation_at(out_dir: str, step: int) -> dict:
+    """The evaluation that metrics.jsonl holds for a step; {} when there is none."""
+    records = read_metrics(os.path.join(out_dir, "metrics.jsonl"))
+    return next((record for record in records if record["step"] == step and "validation-loss" in record), {})
 
 
 def draw_losses(metrics: str, image: str) -> None:

@@ -127,15 +127,13 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
          stored: dict | None = None) -> Batch:
     """
     The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same.
-    `stored` is the batch of the run that is resumed: its global size wins over everything else, its micro
-    size over a new "auto" as long as the number of replicas is the same.
+    `stored` is the batch of the run that is resumed; its global size already stands in cfg, unless the user
+    forced another. UserError where sizes do not divide, with those that do.
     """
-    micro, source = cfg.micro_batch_size, ""
-    total = stored["global_batch_size"] if stored else cfg.global_batch_size
-    if stored and micro == "auto" and stored["replicas"] == replicas:
-        micro = stored["micro_batch_size"]
+    micro, total, wanted, source = cfg.micro_batch_size, cfg.global_batch_size, cfg.gradient_accumulation, ""
+    kept = stored is not None and total == stored["global_batch_size"]
     if total is None and micro != "auto":
-        return Batch(micro, cfg.gradient_accumulation or 1, replicas)
+        return Batch(micro, wanted or 1, replicas)
     if total is None:
         law = law_of_deepseek(parameters, cfg.tokens or 20 * parameters, cfg.sequence_length)
         total = max(1, round(law / replicas)) * replicas
@@ -144,32 +142,31 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
     if total % replicas:
         lower = total // replicas * replicas
         near = f"{lower} or {lower + replicas}" if lower else f"{replicas}"
-        raise UserError(f"global_batch_size={total} is not divisible by {replicas} replicas: use {near}")
+        hint = f"start as many of them as divide it: {divisors(total)}" if kept else f"use {near}"
+        raise UserError(f"global_batch_size={total} is not divisible by {replicas} replicas: {hint}")
     share = total // replicas                                  # sequences per replica and step
-    if micro == "auto":
-        if cfg.gradient_accumulation and not stored:
-            if share % cfg.gradient_accumulation:
-                raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences "
-                                f"each, not divisible by gradient_accumulation={cfg.gradient_accumulation}: "
-                                f"use one of {divisors(share)}")
-            micro = share // cfg.gradient_accumulation
-        else:
+    if micro == "auto" and wanted:
+        if share % wanted:
+            raise UserError(f"global_batch_size={total} over {replicas} replicas is {share} sequences each, "
+                            f"not divisible by gradient_accumulation={wanted}: use one of {divisors(share)}")
+        micro = share // wanted
+    elif micro == "auto":
+        micro = stored["micro_batch_size"] if stored and stored["replicas"] == replicas else 0
+        if not micro or share % micro:
             most = largest_micro(cfg, dtype, device, memory, share)
             micro = max(d for d in divisors(share) if d <= most)
     if share % micro:
         step = micro * replicas
         lower = total // step * step
         near = " or ".join(str(n) for n in (lower, lower + step) if n)
-        if stored:
-            raise UserError(f"the run that is resumed has a global batch of {total} sequences, not "
-                            f"divisible by micro_batch_size={micro} x {replicas} replicas: use a "
-                            f"micro_batch_size of {divisors(share)}")
+        hint = f"a micro_batch_size of {divisors(share)}" if kept else \
+            f"a global_batch_size of {near}, or a micro_batch_size of {divisors(share)}"
         raise UserError(f"global_batch_size={total} is not divisible by micro_batch_size={micro} x "
-                        f"{replicas} replicas: use a global_batch_size of {near}, or a micro_batch_size of "
-                        f"{divisors(share)}")
+                        f"{replicas} replicas: use {hint}")
     accumulation = share // micro
-    if cfg.gradient_accumulation not in (None, accumulation) and not stored:
-        raise UserError(f"global_batch_size={total} = micro_batch_size={micro} x {replicas} replicas x "
-                        f"{accumulation}, but gradient_accumulation={cfg.gradient_accumulation}: drop one "
-                        f"of the three")
+    if wanted not in (None, accumulation):
+        if not kept:
+            raise UserError(f"global_batch_size={total} = micro_batch_size={micro} x {replicas} replicas x "
+                            f"{accumulation}, but gradient_accumulation={wanted}: drop one of the three")
+        source = f"gradient_accumulation is {accumulation} now: the global batch stays {total} sequences"
     return Batch(micro, accumulation, replicas, source)

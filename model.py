@@ -61,6 +61,11 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return inverse, 1.0
+    needed = ["factor", "low_freq_factor", "high_freq_factor"] if kind == "llama3" else ["factor"]
+    missing = [key for key in needed if key not in scaling]
+    if missing:
+        raise UserError(f"rope_scaling of type {kind} needs {' and '.join(missing)} too, and has "
+                        f"{sorted(scaling)}")
     factor = float(scaling["factor"])
     if kind == "linear":
         return inverse / factor, 1.0

@@ -163,17 +163,23 @@ class Optimizer:
             out.update({f"{name}.{key}": state[key] for key in ("exp_avg", "exp_avg_sq") if key in state})
         return out
 
-    def load_moments(self, moments: dict[str, Tensor], updates: int) -> None:
-        """Take saved moments (complete: KeyError names what is missing); `updates`: steps really applied."""
-        for name, t in self.muon.momentum.items():
-            t.copy_(moments[f"{name}.momentum"])
-        if updates == 0:
-            return
+    def load_moments(self, moments: dict[str, Tensor], updates: int) -> list[str]:
+        """
+        Take saved moments; `updates` = steps that were really applied. Returns the names of the parameters
+        that have none and start fresh.
+        """
+        fresh = []
         for name, p in self.named.items():
-            if name not in self.muon.momentum:
-                self.adamw.state[p] = {"step": torch.tensor(float(updates), device=p.device),
-                                       **{k: moments[f"{name}.{k}"].to(p.device, p.dtype).clone()
-                                          for k in ("exp_avg", "exp_avg_sq")}}
+            kinds = ("momentum",) if name in self.muon.momentum else ("exp_avg", "exp_avg_sq")
+            saved = [moments.get(f"{name}.{kind}") for kind in kinds]
+            if any(t is None for t in saved):
+                fresh.append(name)
+            elif name in self.muon.momentum:
+                self.muon.momentum[name].copy_(saved[0])
+            else:
+                state = {kind: t.to(p.device, p.dtype, copy=True) for kind, t in zip(kinds, saved)}
+                self.adamw.state[p] = {"step": torch.tensor(float(updates), device=p.device), **state}
+        return fresh if updates else []
 
 
 class LossScale:

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import config
+import launch
 from config import UserError
 from data import (FORMAT, Records, describe_shard, digest, find_files, mix_of, nearest, read_json,
                   read_records, write_json)
@@ -468,26 +469,11 @@ def make_directory(path: str):
 def exclusive(out_dir: str, say):
     """One process at a time; the system lifts the lock of one that dies."""
     with open(os.path.join(out_dir, LOCK), "ab") as file:
-        if not lock(file):
+        if not launch.lock(file):
             say(f"waiting for another process that is preparing {out_dir}")
-            while not lock(file):
+            while not launch.lock(file):
                 time.sleep(0.2)
         yield
-
-
-def lock(file) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:                                  # a file system without locks
-        pass
-    return True
 
 
 # ---- what to say ------------------------------------------------------------------------------------------
@@ -552,12 +538,20 @@ def ensure(data: str, tokenizer="auto", rank: int = 0, world: int = 1, say: Call
 
 def corpus_of(path: str, tokenizer, rank: int, world: int, say, options: dict) -> str:
     if any(os.path.isfile(os.path.join(path, name)) for name in ("meta.json", "train.bin")):
+        if tokenizer not in (None, "auto") and os.path.isfile(os.path.join(path, "tokenizer.json")):
+            theirs = load_tokenizer(path)
+            if not load_tokenizer(tokenizer).contains(theirs):
+                raise UserError(f"{path} was prepared with another tokenizer ({theirs.vocab_size:,} "
+                                f"entries) than {tokenizer}: prepare the text again with that one")
         return path
     if os.path.isfile(os.path.join(path, UNFINISHED)):
         raise UserError(f"{path} is not finished: give the prepare.py command that began it once more")
     if path != "stdlib" and not os.path.exists(path):
         raise UserError(f"{path} does not exist{nearest(path)}; python prepare.py --data=<text> "
                         f"--out_dir={path} makes a corpus there")
+    if tokenizer is None:
+        raise UserError(f"{path} is raw text, and the model that it is for has no tokenizer: give "
+                        f"--tokenizer=<its name or path>")
     out_dir = target(path, tokenizer, {key: options.get(key, getattr(Config, key)) for key in OPTIONS})
     if os.path.isfile(os.path.join(out_dir, "meta.json")):
         say(f"{path} was prepared before: {out_dir}")

@@ -13,9 +13,11 @@ train(data="my.jsonl", ...).
 """
 import copy
 import math
+import shlex
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -120,18 +122,18 @@ def main(cfg: Config) -> dict:
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
-    if place.rank == 0:
-        checkpoint.save_objects(cfg, live)
+    step, samples = (stored["step"], stored["samples"]) if stored else (0, 0)
     base = open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
-    own = base.tokenizer if cfg.init_from and base.tokenizer else live.get("tokenizer", cfg.tokenizer)
-    source = ensure(cfg.data, own, rank=place.rank, world=place.world, say=say)
-    corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
+    corpus = open_corpus(cfg, base, live.get("tokenizer"), place, say)
     settle_shape(cfg, corpus, base, say)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
     # planned again below, when the devices are known; here for what it has to complain about
     batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
-    max_steps = steps_of(cfg, batch.global_batch_size, corpus, parameters)
-    corpus.check(max_steps * batch.global_batch_size, batch.global_batch_size, cfg.max_epochs, max_steps)
+    max_steps = steps_of(cfg, step, samples, batch.global_batch_size, corpus, parameters)
+    needed = samples + (max_steps - step) * batch.global_batch_size
+    corpus.check(needed, batch.global_batch_size, cfg.max_epochs, max_steps)
+    if place.world == 1:
+        checkpoint.save_objects(cfg, live)                 # before a child process looks for them
     result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does it
     if result is not None:
         return result
@@ -139,6 +141,9 @@ def main(cfg: Config) -> dict:
     # ---- devices ------------------------------------------------------------------------------------------
     run = launch.start(cfg)
     run.check_shared(cfg.out_dir)
+    lock = run.main and launch.hold(cfg.out_dir)           # until this process ends: one run in an out_dir
+    if run.main and place.world > 1:
+        checkpoint.save_objects(cfg, live)
     smallest = run.all_reduce(memory.device_memory(run.device), op="min")
     batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, before)
     cfg.micro_batch_size, cfg.gradient_accumulation = batch.micro_batch_size, batch.accumulation
@@ -153,15 +158,16 @@ def main(cfg: Config) -> dict:
     optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
     labels = batch.micro_batch_size * cfg.sequence_length
     scale = optim.LossScale(run.dtype == torch.float16, run.device, labels)
-    step = samples = 0
+    published = checkpoint.published_step(cfg.out_dir)     # step of the model in out_dir
+    evaluation = log.evaluation_at(cfg.out_dir, step) if resumed else {}
     if resumed:
         checkpoint.restore(resumed, model, optimizer, scale, run)
-        step, samples = stored["step"], stored["samples"]
         check_resumed(cfg, stored, corpus, max_steps, run)
-        if step >= max_steps:
-            run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens "
-                    f"to go on, or another out_dir to start a new one")
-            return launch.report(run, result_of(cfg, step, samples))
+    if step >= max_steps:
+        run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go "
+                f"on, or another out_dir to start a new one")
+        if published == step and (evaluation or not corpus.val_tokens):
+            return launch.report(run, result_of(cfg, step, samples, evaluation))
     if run.main:
         checkpoint.open_out_dir(cfg, given)
     introduce(cfg, run, corpus, batch, parameters, max_steps)
@@ -179,30 +185,33 @@ def main(cfg: Config) -> dict:
                 yield run.to_device(ids)
             samples += batch.global_batch_size
 
-    def save() -> None:
+    def save() -> int:
         state = {"step": step, "samples": samples, "tokens": samples * cfg.sequence_length, "seed": cfg.seed,
                  "updates": step - int(optimizer.skipped),
                  "skipped_in_a_row": int(optimizer.skipped_in_a_row),
                  "fp16_scale": float(scale.value) if scale.enabled else None,
+                 "fp16_finite_steps": int(scale.finite_steps), "paths": checkpoint.paths_of(cfg),
                  "world": run.world, "mesh": {"dp": run.world}, "max_steps": max_steps,
                  "batch": {**asdict(batch), "global_batch_size": batch.global_batch_size},
                  "model": asdict(model.cfg), "config": {f.name: getattr(cfg, f.name) for f in fields(cfg)},
                  "given": given, "defaults": {key: getattr(Config(), key) for key in given},
                  "corpus": corpus.fingerprint, "wandb_id": lines.wandb_id}
         checkpoint.save_state(cfg.out_dir, model, optimizer, state, run, cfg.keep_last)
+        return step
 
-    def publish() -> None:
+    def publish() -> int:
         if run.main:
             checkpoint.save_model_dir(model, model.tokenizer, cfg.out_dir, step=step)
         run.barrier()
+        return step
 
     lines = log.Log(cfg, run, max_steps, start_step=step, wandb_id=stored and stored["wandb_id"])
     peak = launch.peak_flops(run)
     started = began = time.perf_counter()
-    logged, done, evaluation = step, False, {}
+    logged, saved = step, step if resumed else None
     coming = micro_batches(samples)
     ahead = next(coming)
-    while not done:
+    while step < max_steps and not run.stopping():         # every rank calls this
         lr = optim.lr_at(step, max_steps, cfg)
         totals = torch.zeros(2, device=run.device)         # sum of the losses, labels that counted
         for k in range(batch.accumulation):
@@ -221,9 +230,7 @@ def main(cfg: Config) -> dict:
         optimizer.step(norm, lr)                           # nothing moves when the norm is not finite
         scale.update(norm)
         step += 1
-        run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
-        done = run.stopping() or step == max_steps         # every rank calls this
-        if log.due(step, cfg.log_interval) or done:
+        if log.due(step, cfg.log_interval) or step == max_steps:
             numbers = torch.stack((totals[0] / totals[1], norm, optimizer.skipped_in_a_row))
             loss, norm, in_a_row = numbers.tolist()        # host sync here
             seconds = (time.perf_counter() - began) / (step - logged)
@@ -234,24 +241,35 @@ def main(cfg: Config) -> dict:
             complain(cfg, step, max_steps, loss, int(in_a_row), lines)
             began, logged = time.perf_counter(), step
         pause = time.perf_counter()
-        if log.due(step, cfg.save_interval) or done:
-            save()
-        if log.due(step, cfg.model_interval or cfg.save_interval) or done:
-            publish()
-        if log.due(step, cfg.eval_interval) or step == max_steps:
-            evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
-            if evaluation:
-                lines.evaluation(step, evaluation)
-        if model.tokenizer and (log.due(step, cfg.sample_interval) or step == max_steps):
-            lines.note(sample(model, run))
+        if step < max_steps:                               # what follows the last step stands below
+            if log.due(step, cfg.save_interval) and not optimizer.skipped_in_a_row:
+                saved = save()                             # not while the run may be diverging
+            if log.due(step, cfg.model_interval or cfg.save_interval) and not optimizer.skipped_in_a_row:
+                published = publish()
+            if log.due(step, cfg.eval_interval):
+                lines.evaluation(step, evaluate(forward, corpus, batch.micro_batch_size, cfg, run))
+            if log.due(step, cfg.sample_interval) and model.tokenizer:
+                lines.note(sample(model, run))
         began += time.perf_counter() - pause               # saving and evaluating are no training time
+        run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
 
-    # ---- finish -------------------------------------------------------------------------------------------
+    # ---- finish -----------------------------------------------------------------------------------------------
+    if saved != step:
+        save()
+    if published != step:
+        publish()
+    if step >= max_steps:
+        evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
+        lines.evaluation(step, evaluation)
+        if model.tokenizer:
+            lines.note(sample(model, run))
+        if not evaluation and corpus.val_tokens:
+            run.say("the last evaluation was stopped: the same command makes up for it")
+    else:
+        run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
     lines.finish()
     del forward    # before the group: DDP's destructor would wait for gloo's threads, they for Python's lock
-    if step < max_steps:
-        run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
-    run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={cfg.out_dir}")
+    run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={shlex.quote(cfg.out_dir)}")
     return launch.report(run, result_of(cfg, step, samples, evaluation, [loss for _, loss in lines.losses]))
 
 
@@ -263,6 +281,18 @@ def result_of(cfg: Config, step: int, samples: int, evaluation: dict | None = No
 
 
 # ---- before the loop --------------------------------------------------------------------------------------
+
+def open_corpus(cfg: Config, base: Model | None, live, place, say) -> data.Corpus:
+    """
+    The corpus of cfg.data, which is prepared first where it is raw text: with the tokenizer of the weights
+    that the run starts from, else with the one asked for.
+    """
+    tokenizer = live or cfg.tokenizer
+    if cfg.init_from:
+        tokenizer = base.tokenizer or (None if cfg.tokenizer == "auto" else cfg.tokenizer)
+    source = ensure(cfg.data, tokenizer, rank=place.rank, world=place.world, say=say)
+    return data.open_corpus(source, cfg.sequence_length, cfg.seed)
+
 
 def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
     """
@@ -310,6 +340,9 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
             cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
         if "max_position_embeddings" not in cfg.given:
             cfg.max_position_embeddings = cfg.sequence_length
+        if cfg.max_position_embeddings < cfg.sequence_length:
+            raise UserError(f"max_position_embeddings={cfg.max_position_embeddings} is less than "
+                            f"sequence_length={cfg.sequence_length}: leave it out, or raise it")
         if cfg.params is not None:
             mine = {key: getattr(cfg, key) for key in (*SHAPE, "tie_word_embeddings") if key in cfg.given}
             shape, warnings = shape_for(cfg.params, cfg.vocab_size, mine)
@@ -325,13 +358,14 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
                         f"state: prepare it with prepare.py")
 
 
-def steps_of(cfg: Config, global_batch_size: int, corpus, parameters: int) -> int:
-    """Optimizer steps of the run, from whichever of the lengths was given."""
+def steps_of(cfg: Config, step: int, samples: int, batch_size: int, corpus, parameters: int) -> int:
+    """The last step of a run that has done `step` steps on `samples` sequences, from the length given."""
     if cfg.max_steps is not None:
         return cfg.max_steps
     if cfg.epochs is not None:
-        return max(1, cfg.epochs * corpus.windows // global_batch_size)
-    return -(-(cfg.tokens or 20 * parameters) // (global_batch_size * cfg.sequence_length))
+        return step + max(0, cfg.epochs * corpus.windows - samples) // batch_size or 1
+    wanted = -(-(cfg.tokens or 20 * parameters) // cfg.sequence_length)        # sequences
+    return step + max(0, -(-(wanted - samples) // batch_size))
 
 
 def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> None:
@@ -360,6 +394,10 @@ def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) 
     run.say(f"{max_steps:,} steps x {batch.global_batch_size} sequences ({batch.micro_batch_size} x "
             f"{batch.accumulation} x {run.world}) x {cfg.sequence_length} tokens = {tokens:,} tokens, "
             f"{epochs:.2f} epochs of {corpus.train_tokens:,}; {corpus.val_tokens:,} for validation")
+    if batch.global_batch_size > corpus.windows:
+        run.say(f"warning: global_batch_size={batch.global_batch_size} counts sequences of "
+                f"{cfg.sequence_length} tokens, and the data have {corpus.windows:,}: every step repeats "
+                f"them")
     run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows "
             f"how often each token occurs {corpus.unigram_entropy():.4f}")
 
@@ -381,9 +419,10 @@ def flops_per_token(cfg: Config, parameters: int) -> float:
 def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int, lines) -> None:
     """Stop a run that has diverged; warn about one that does not learn."""
     if in_a_row >= 10:
+        state, _ = checkpoint.newest_state(Path(cfg.out_dir))
+        hint = f", for instance by --resume={state} --lr={cfg.lr / 3:.1e}" if state else ""
         raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss "
-                        f"{loss}): lower lr={cfg.lr} or warm up longer, then start again; the last "
-                        f"checkpoint is from before")
+                        f"{loss}): lower lr={cfg.lr} or warm up longer{hint}")
     warm = max(1, round(cfg.warmup_ratio * max_steps))
     if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
         lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows "
@@ -436,22 +475,23 @@ def sample(model: Model, run, length: int = 100) -> str:
 # ---- evaluation alone -------------------------------------------------------------------------------------
 
 def evaluate_only(cfg: Config, place, say) -> dict:
-    """Loss and bits per byte of a model directory on the validation split of `data`. Writes nothing."""
-    path = cfg.init_from or cfg.out_dir
-    model, model.tokenizer = checkpoint.load_model_dir(path, dtype=torch.float32)
-    for f in fields(ModelConfig):
-        setattr(cfg, f.name, getattr(model.cfg, f.name))
+    """Loss and bits per byte of a model on the validation split of `data`. Writes nothing."""
+    live = cfg.init_from if isinstance(cfg.init_from, Model) else None
+    cfg.init_from = cfg.out_dir if cfg.init_from is None else "a live model" if live else cfg.init_from
+    model = open_base(cfg, None, live)
     if "sequence_length" not in cfg.given:
-        cfg.sequence_length = min(cfg.sequence_length, cfg.max_position_embeddings)
-    source = ensure(cfg.data, model.tokenizer or cfg.tokenizer, rank=place.rank, world=place.world, say=say)
-    corpus = data.open_corpus(source, cfg.sequence_length, cfg.seed)
+        cfg.sequence_length = min(cfg.sequence_length, model.cfg.max_position_embeddings)
+    corpus = open_corpus(cfg, model, None, place, say)
     settle_shape(cfg, corpus, model, say)
+    if not corpus.val_tokens:
+        raise UserError(f"data={cfg.data} has no validation tokens: prepare it with a val_fraction above 0")
     corpus.check(0, 1)
     run = launch.start(cfg)
     auto = max(1, memory.CPU_TOKENS // cfg.sequence_length)
     micro = auto if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
     found = evaluate(model.to(run.device), corpus, micro, cfg, run)
-    run.say(f"{path} on {cfg.data}: " + " | ".join(f"{key} {value:,.4f}" for key, value in found.items()))
+    numbers = " | ".join(f"{key} {value:,.4f}" for key, value in found.items()) or "stopped before the end"
+    run.say(f"{cfg.init_from} on {cfg.data}: {numbers}")
     return launch.report(run, result_of(cfg, 0, 0, found))
 
 

@@ -47,6 +47,8 @@ class Settings(ModelConfig):
     max_steps: int | None = None
     save_interval: int | None = 250
     init_from: str | None = None
+    tokenizer: str = "auto"
+    grad_clip: float | None = 1.0
     out_dir: str | None = "run"
     resume: bool | str = "auto"
 
@@ -60,7 +62,8 @@ def asked(**given):
 def save(step: int, out_dir="run", keep_last: int = 3, given=None, trained_model=None, **values):
     model, optimizer, _ = trained_model or trained()
     state = {"step": step, "samples": 8 * step, "tokens": 512 * step, "updates": 2, "skipped_in_a_row": 0,
-             "fp16_scale": None, "world": 1, "batch": {"global_batch_size": 8}, "model": {**vars(model.cfg)},
+             "fp16_scale": None, "fp16_finite_steps": 0, "paths": {}, "world": 1,
+             "batch": {"global_batch_size": 8}, "model": {**vars(model.cfg)},
              "config": {**vars(Settings()), "global_batch_size": 8, "micro_batch_size": 8, **TINY, **values,
                         **{key: value for key, value in (given or {}).items() if value is not None}},
              "given": given or {}, "defaults": {}}
@@ -224,6 +227,26 @@ def test_a_given_key_that_is_not_given_again_differs():
         checkpoint.resume(asked())
 
 
+def test_none_is_a_value_where_it_turns_something_off():
+    save(5)
+    with pytest.raises(UserError, match="grad_clip was 1.0, is None"):
+        checkpoint.resume(asked(grad_clip=None))
+
+
+def test_the_same_file_may_be_spelled_in_another_way():
+    Path("book.txt").write_text("text", encoding="utf-8")
+    path = save(5, given={"data": "book.txt"})
+    state = json.loads((path / "state.json").read_text())
+    state["paths"] = checkpoint.paths_of(asked(data="book.txt"))
+    (path / "state.json").write_text(json.dumps(state))
+    sizes = {p.name: p.stat().st_size for p in path.iterdir() if p.name != "complete"}
+    (path / "complete").write_text(json.dumps(sizes))
+    for spelling in ("./book.txt", os.path.abspath("book.txt"), "run/../book.txt"):
+        assert checkpoint.resume(asked(data=spelling)) == path
+    with pytest.raises(UserError, match="data was 'book.txt', is 'look.txt'"):
+        checkpoint.resume(asked(data="look.txt"))
+
+
 def test_auto_and_none_take_what_they_were_resolved_to():
     save(5, given={"global_batch_size": None})
     cfg = asked(global_batch_size=None)
@@ -266,6 +289,28 @@ def test_never_and_foreign_directories_are_refused():
         checkpoint.resume(asked(out_dir="model"))
     with pytest.raises(UserError, match="no complete"):
         checkpoint.resume(asked(resume="nowhere"))
+    state = Path("run/checkpoints/00000005")
+    with pytest.raises(UserError, match="model.safetensors, which would be overwritten"):
+        checkpoint.resume(asked(out_dir="model", resume=str(state)))
+    Path("notes").mkdir()
+    Path("notes/metrics.jsonl").write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match="metrics.jsonl, which would be overwritten"):
+        checkpoint.resume(asked(out_dir="notes"))
+    with pytest.raises(UserError, match="is a file"):
+        checkpoint.resume(asked(out_dir="notes/metrics.jsonl"))
+
+
+def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(monkeypatch):
+    good = save(1)
+
+    def full(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise checkpoint.SafetensorError("No space left on device")
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device; what was saved before is intact"):
+        save(2)
+    assert sorted(os.listdir("run/checkpoints")) == ["00000001"]
+    assert checkpoint.newest_state(Path("run"))[0] == good
 
 
 def test_a_key_that_another_script_was_given_must_hold_its_default():

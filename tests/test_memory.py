@@ -118,10 +118,15 @@ def test_auto_everything_follows_the_law_and_the_replicas():
         assert total % replicas == 0 and 0.6 < total * 512 / tokens < 1.5
 
 
-def test_a_stored_global_batch_wins():
+def test_a_resumed_batch_keeps_its_global_size():
     stored = {"global_batch_size": 64, "micro_batch_size": 2, "replicas": 2}
-    assert plan(2, micro_batch_size=8, gradient_accumulation=1, stored=stored) == (8, 4, 64)
-    assert plan(2, stored=stored) == (2, 16, 64)           # "auto" stays what it was on as many replicas
-    assert plan(4, stored=stored) == (16, 1, 64)
-    with pytest.raises(UserError, match=r"micro_batch_size of \[1, 2, 4, 8, 16\]"):
-        plan(4, micro_batch_size=3, stored=stored)
+    resumed = dict(global_batch_size=64, stored=stored)
+    assert plan(2, micro_batch_size=8, gradient_accumulation=1, **resumed) == (8, 4, 64)
+    assert plan(2, **resumed) == (2, 16, 64)               # "auto" stays what it was on as many replicas
+    assert plan(2, gradient_accumulation=4, **resumed) == (8, 4, 64)
+    assert plan(4, **resumed) == (16, 1, 64)
+    assert plan(2, global_batch_size=32, stored=stored) == (2, 8, 32)         # the user forced another
+    with pytest.raises(UserError, match=r"use a micro_batch_size of \[1, 2, 4, 8, 16\]"):
+        plan(4, micro_batch_size=3, **resumed)
+    with pytest.raises(UserError, match=r"as many of them as divide it: \[1, 2, 4"):
+        plan(3, **resumed)

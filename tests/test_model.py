@@ -247,6 +247,7 @@ def test_vocabulary_larger_than_the_budget_is_refused_with_the_largest_that_fits
     ({"num_key_value_heads": 4}, "not divisible"), ({"head_dim": 9}, "odd"),
     ({"vocab_size": None}, "vocab_size"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "needs factor"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"model_type": "llama", "sliding_window": 8}, "llama")])
 def test_shapes_that_cannot_be_built_are_refused(changes, says):

@@ -124,12 +124,12 @@ def test_resume_is_bitwise(corpus, optimizer):
 
 
 def stop_at(step: int, corpus, number=signal.SIGTERM, **options) -> dict:
-    """Train, with a signal during that step."""
+    """Train, with a signal that comes after that step."""
     original = log.Log.step
 
     def send(self, at, values):
         original(self, at, values)
-        if at == step - 1:
+        if at == step:
             os.kill(os.getpid(), number)
     log.Log.step = send
     try:
@@ -174,6 +174,35 @@ def test_longer_runs_follow_the_longer_curve_and_say_so(corpus, capsys):
     assert rates[7] == pytest.approx(train.optim.lr_at(6, 8, settings(**defaults)))
 
 
+def test_what_a_kill_after_the_last_state_left_undone_is_made_up_for(corpus):
+    result = go(corpus, out_dir="run")
+    os.remove("run/model.safetensors")
+    records = [r for r in metrics("run") if "validation-loss" not in r]
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    again = go(corpus, out_dir="run")
+    assert again["validation_loss"] == result["validation_loss"] and again["losses"] == []
+    assert checkpoint.published_step("run") == 6
+    assert metrics("run")[-1]["validation-loss"] == result["validation_loss"]
+
+
+def test_forcing_another_batch_or_optimizer_uses_it_and_says_so(corpus, capsys):
+    go(corpus, out_dir="run", max_steps=None, tokens=6 * 8 * 32)
+    result = go(corpus, out_dir="new", resume="run", micro_batch_size="auto", global_batch_size=4,
+                max_steps=None, tokens=8 * 8 * 32, optimizer="adamw")
+    said = capsys.readouterr().out
+    assert "global_batch_size was 8, is 4; optimizer was 'muon', is 'adamw'" in said
+    assert "no moments for 14 of" in said
+    assert result["steps"] == 6 + 4 and result["tokens"] == 8 * 8 * 32     # what was left, in smaller steps
+
+
+def test_two_processes_cannot_train_in_one_out_dir(corpus):
+    go(corpus, out_dir="run", max_steps=2)
+    with launch.hold("run"):
+        with pytest.raises(UserError, match="another process is training in run"):
+            go(corpus, out_dir="run", max_steps=4)
+    assert go(corpus, out_dir="run", max_steps=4)["steps"] == 4
+
+
 def test_a_finished_run_says_so_and_changes_nothing(corpus, capsys):
     go(corpus, out_dir="run")
     before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")
@@ -181,7 +210,7 @@ def test_a_finished_run_says_so_and_changes_nothing(corpus, capsys):
     result = go(corpus, out_dir="run")
     said = capsys.readouterr().out
     assert "is finished (6 of 6 steps)" in said and "more tokens" in said and "another out_dir" in said
-    assert result["steps"] == 6 and result["losses"] == []
+    assert result["steps"] == 6 and result["losses"] == [] and result["validation_loss"] is not None
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.name != "run_config.json")
 
 
@@ -245,7 +274,7 @@ def test_ten_of_them_in_a_row_stop_the_run(corpus, monkeypatch):
     break_gradients(monkeypatch, range(3, 100))
     with pytest.raises(UserError, match="10 steps in a row.*step 12"):
         go(corpus, out_dir="run", max_steps=30, save_interval=2)
-    assert checkpoint.newest_state(Path("run"))[0] is not None
+    assert os.listdir("run/checkpoints") == ["00000002"]   # what follows may be diverged: it is not saved
 
 
 def test_a_loss_that_does_not_move_is_pointed_out(corpus, capsys):
@@ -331,6 +360,22 @@ def test_validation_loss_and_bits_per_byte_are_those_of_every_token_once(corpus,
     assert only["bits_per_byte"] == pytest.approx(result["bits_per_byte"], rel=1e-5)
 
 
+def test_evaluation_without_tokens_or_tokenizer_is_refused(corpus):
+    go(corpus, out_dir="run", max_steps=1)
+    prepare.prepare(str(Path(corpus).parent / "text"), "no-val", "byte", val_fraction=0.0, workers=1,
+                    say=lambda _: None)
+    with pytest.raises(UserError, match="no validation tokens"):
+        train.train(eval_only=True, init_from="run", data="no-val", device="cpu")
+    os.remove("run/tokenizer.json")
+    Path("a.txt").write_text("some words " * 500, encoding="utf-8")
+    with pytest.raises(UserError, match="raw text, and the model that it is for has no tokenizer"):
+        train.train(eval_only=True, init_from="run", data="a.txt", device="cpu")
+    prepare.prepare("a.txt", "words", tokenizers.train_bpe(["some words " * 500], 260), workers=1,
+                    say=lambda _: None)
+    with pytest.raises(UserError, match="prepared with another tokenizer .260 entries. than byte"):
+        go("words", out_dir="other", tokenizer="byte")
+
+
 def test_eval_tokens_takes_a_fixed_part_and_says_so(corpus, capsys):
     go(corpus, out_dir="run", max_steps=2, eval_tokens=64)
     assert "validation-tokens 64" in capsys.readouterr().out
@@ -399,7 +444,16 @@ def test_a_live_tokenizer_and_a_live_model_become_directories(corpus):
     assert model.tokenizer.fingerprint == tokenizer.fingerprint
     more = train.train(data="a.txt", init_from=model, out_dir="more", max_steps=1, sequence_length=32,
                        micro_batch_size=2, device="cpu")
-    assert more["steps"] == 1 and Path("more/given/init_from/model.safetensors").exists()
+    assert more["steps"] == 1 and list(Path("more/given").glob("init_from-*/model.safetensors"))
+    found = train.train(eval_only=True, init_from=model, data="a.txt", sequence_length=32, device="cpu")
+    assert found["validation_loss"] > 0
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.1)
+    with pytest.raises(UserError, match="init_from was"):  # another model is another setting
+        train.train(data="a.txt", init_from=model, out_dir="more", max_steps=9, sequence_length=32,
+                    micro_batch_size=2, device="cpu")
+    with pytest.raises(UserError, match="init_from takes a path or a loaded model, not int"):
+        train.train(data="a.txt", init_from=3, out_dir="other")
 
 
 def test_two_visible_gpus_train_in_a_child_and_return_its_result(monkeypatch, capfd):
