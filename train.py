@@ -17,6 +17,7 @@ import shlex
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +112,7 @@ def train(**kwargs) -> dict:
 def main(cfg: Config) -> dict:
     # ---- what is asked, checked before any device starts --------------------------------------------------
     cfg, place = copy.copy(cfg), launch.environment()
-    say = print if place.rank == 0 else (lambda *_: None)
+    say = partial(print, flush=True) if place.rank == 0 else (lambda *_: None)
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
     if cfg.eval_only:
         return evaluate_only(cfg, place, say)
@@ -253,7 +254,7 @@ def main(cfg: Config) -> dict:
         began += time.perf_counter() - pause               # saving and evaluating are no training time
         run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
 
-    # ---- finish -----------------------------------------------------------------------------------------------
+    # ---- finish ---------------------------------------------------------------------------------------------
     if saved != step:
         save()
     if published != step:
