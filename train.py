@@ -232,13 +232,14 @@ def main(cfg: Config) -> dict:
         scale.update(norm)
         step += 1
         if log.due(step, cfg.log_interval) or step == max_steps:
-            numbers = torch.stack((totals[0] / totals[1], norm, optimizer.skipped_in_a_row))
-            loss, norm, in_a_row = numbers.tolist()        # host sync here
+            numbers = (totals[0] / totals[1], norm, optimizer.skipped, optimizer.skipped_in_a_row)
+            loss, norm, skipped, in_a_row = torch.stack(numbers).tolist()      # host sync here
             seconds = (time.perf_counter() - began) / (step - logged)
             speed = batch.global_batch_size * cfg.sequence_length / seconds
             lines.step(step, {"step-time": seconds, "cross-entropy-loss": loss, "learning-rate": lr,
                               "gradient-norm": norm, "tokens-per-second": speed, **run.peak_memory(),
-                              "mfu": peak and speed * flops_per_token(cfg, parameters) / (peak * run.world)})
+                              "mfu": peak and speed * flops_per_token(cfg, parameters) / (peak * run.world),
+                              "skipped-steps": int(skipped) or None})
             complain(cfg, step, max_steps, loss, int(in_a_row), lines)
             began, logged = time.perf_counter(), step
         pause = time.perf_counter()

@@ -267,6 +267,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_resume_remembers(corpus, monke
     state = checkpoint.read_json(Path("run/checkpoints/00000003/state.json"))
     assert (state["step"], state["updates"], state["samples"]) == (3, 2, 24)
     assert metrics("run")[1]["gradient-norm"] is None      # NaN is no JSON
+    assert [m.get("skipped-steps") for m in metrics("run")][:3] == [None, 1, 1]
     assert all(t.isfinite().all() for t in weights("run").values())
 
 
