@@ -255,7 +255,7 @@ def main(cfg: Config) -> dict:
         began += time.perf_counter() - pause               # saving and evaluating are no training time
         run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
 
-    # ---- finish ---------------------------------------------------------------------------------------------
+    # ---- finish -------------------------------------------------------------------------------------------
     if saved != step:
         save()
     if published != step:
