@@ -35,7 +35,7 @@ from model import Model, ModelConfig
 VERSION = 1                    # of the state's format
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = ("float32", "float16", "bfloat16")             # dtypes of weights
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -95,7 +95,9 @@ def config_to_hf(cfg: ModelConfig, tokenizer=None, dtype: torch.dtype = torch.fl
     shape = dataclasses.asdict(cfg) if type(cfg) is ModelConfig else dataclasses.asdict(model_config(cfg))
     kind = "full_attention" if cfg.sliding_window is None else "sliding_attention"
     layer_types = shape["layer_types"] or [kind] * cfg.num_hidden_layers
-    rope = {"rope_type": "default", **(cfg.rope_scaling or {}), "rope_theta": cfg.rope_theta}
+    scaling = cfg.rope_scaling or {}
+    kind_of_rope = scaling.get("rope_type", scaling.get("type", "default"))
+    rope = {**scaling, "rope_type": kind_of_rope, "rope_theta": cfg.rope_theta}
     name = str(dtype).removeprefix("torch.")
     out = {"architectures": [ARCHITECTURES[cfg.model_type]], **shape, "hidden_act": "silu",
            "rope_parameters": rope, "attention_dropout": 0.0, "use_cache": True, "dtype": name,
@@ -111,40 +113,62 @@ def config_to_hf(cfg: ModelConfig, tokenizer=None, dtype: torch.dtype = torch.fl
     return out
 
 
+DEFAULTS = {"qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+            "llama": {"max_position_embeddings": 2048}}        # transformers', where a config.json is silent
+ONLY = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}
+
+
 def config_from_hf(hf: dict, where: str) -> ModelConfig:
     """ModelConfig of a config.json; UserError for what model.py does not compute."""
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
         raise UserError(f"{where}: model_type={family!r} is not a family of model.py: use one of "
                         f"{list(ARCHITECTURES)}")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{where}: hidden_act={hf['hidden_act']!r}; model.py computes silu only")
-    cfg = ModelConfig(model_type=family)
+    for key, value in ONLY.items():
+        if hf.get(key) not in (None, value):
+            raise UserError(f"{where}: {key}={hf[key]!r}; model.py computes {key}={value} only")
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    missing = [key for key in needed if key not in hf]
+    missing = [key for key in needed if not isinstance(hf.get(key), int)]
     if missing:
-        raise UserError(f"{where} lacks {', '.join(missing)}")
+        raise UserError(f"{where} lacks a number for {', '.join(missing)}")
     heads = hf["num_attention_heads"]
     values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads,
-              "tie_word_embeddings": False}
+              "tie_word_embeddings": False, **DEFAULTS[family]}
     ours = [f.name for f in dataclasses.fields(ModelConfig)]
     values.update({key: hf[key] for key in ours if hf.get(key) is not None})
-    rope = dict(hf.get("rope_parameters") or {})
-    values["rope_theta"] = float(rope.pop("rope_theta", values.get("rope_theta", 10000.0)))
-    scaling = values.get("rope_scaling") or rope
-    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default"
-    values["rope_scaling"] = None if plain else scaling
-    if family == "llama" or not hf.get("use_sliding_window", True):
-        values.update(sliding_window=None, layer_types=None)
-    if values.get("sliding_window") is not None and values.get("layer_types") is None:
-        first = hf.get("max_window_layers", 28)
-        values["layer_types"] = [("sliding" if i >= first else "full") + "_attention"
-                                 for i in range(values["num_hidden_layers"])]
-    if set(values.get("layer_types") or ()) == {"full_attention"}:
-        values.update(layer_types=None, sliding_window=None)
-    for key, value in values.items():
-        setattr(cfg, key, value)
-    return cfg
+    values["rope_theta"], values["rope_scaling"] = rope_from_hf(hf, where)
+    values.update(sliding_from_hf(hf, family))
+    try:
+        return config.make(ModelConfig, values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def rope_from_hf(hf: dict, where: str) -> tuple[float, dict | None]:
+    """(rope_theta, rope_scaling): transformers 5 writes rope_parameters, 4 wrote the two keys apart."""
+    new, old = hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}
+    one = isinstance(new, dict) and isinstance(old, dict)
+    if not one or any(isinstance(value, dict) for value in new.values()):
+        raise UserError(f"{where}: rope_parameters={new or old!r}; model.py knows one dict for all layers")
+    theta = new.get("rope_theta", old.get("rope_theta", hf.get("rope_theta", 10000.0)))
+    scaling = {key: value for key, value in (new or old).items() if key != "rope_theta"}
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        return float(theta), None
+    if hf.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = hf["original_max_position_embeddings"]
+    return float(theta), scaling
+
+
+def sliding_from_hf(hf: dict, family: str) -> dict:
+    """sliding_window and layer_types, both None where every layer sees everything."""
+    layers = hf["num_hidden_layers"]
+    window = hf.get("sliding_window", 4096) if family == "qwen3" and hf.get("use_sliding_window") else None
+    first = hf.get("max_window_layers", 28)
+    by_depth = [("sliding" if i >= first else "full") + "_attention" for i in range(layers)]
+    kinds = hf.get("layer_types") or by_depth
+    if window is None or set(kinds) == {"full_attention"}:
+        return {"sliding_window": None, "layer_types": None}
+    return {"sliding_window": window, "layer_types": kinds}
 
 
 def model_config(cfg) -> ModelConfig:
@@ -295,6 +319,10 @@ def build(cfg: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | Non
               "unexpected": sorted(set(tensors) - set(wanted)),
               "of another shape": [f"{n} {list(tensors[n].shape)} (config.json says {list(wanted[n].shape)})"
                                    for n in wanted if n in tensors and wanted[n].shape != tensors[n].shape]}
+    strange = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values()} - set(PLAIN))
+    if strange:
+        raise UserError(f"the weights of {where} are {', '.join(strange)}; model.py reads {', '.join(PLAIN)} "
+                        f"(quantized weights have to be turned back first)")
     faults = [f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
               for what, names in listed.items() if names]
     if faults:

@@ -198,8 +198,10 @@ def load(Config, argv: list[str]):
             for key, value in assigned.items():
                 values[key], given[key] = accept(Config, key, value, f"{word}: "), word
         else:
-            meant = f"--{word.lstrip('-')}" if "=" in word else f"{word}.py"
-            raise UserError(f"{word!r} is neither a flag nor a config file: did you mean {meant}?")
+            files = (f"{word}.py", os.path.join(HERE, "configs", f"{word}.py"))
+            hint = f": did you mean --{word.lstrip('-')}?" if "=" in word else ": write --key=value"
+            hint = nearest_file(f"{word}.py") if any(map(os.path.isfile, files)) else hint
+            raise UserError(f"{word!r} is neither a flag nor a config file{hint}")
     return build(Config, values, given, files)
 
 
@@ -275,7 +277,8 @@ def accept(Config, key, value, origin="", text=False):
     """The value of field `key`, converted and in range, or a UserError that begins with its origin."""
     kinds = kinds_of(Config)
     if key not in kinds:
-        hint = did_you_mean(key, kinds) + (" (names of your own start with _)" if ".py: " in origin else "")
+        hint = did_you_mean(ELSEWHERE.get(key, key), kinds)
+        hint += " (names of your own start with _)" if ".py: " in origin else ""
         raise UserError(f"{origin}{key} is not a key of this script{elsewhere(key)}{hint}")
     try:
         value = convert(value, kinds[key], text)
@@ -308,6 +311,16 @@ def kinds_of(Config) -> dict:
     """Field name -> type; annotations that are strings are evaluated."""
     hints = get_type_hints(Config)
     return {field.name: hints[field.name] for field in dataclasses.fields(Config)}
+
+
+# What nanoGPT, Hugging Face and others call our keys.
+ELSEWHERE = {
+    "learning_rate": "lr", "batch_size": "micro_batch_size",
+    "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "gradient_accumulation", "block_size": "sequence_length",
+    "context_length": "sequence_length", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_embd": "hidden_size", "d_model": "hidden_size", "max_iters": "max_steps",
+    "num_train_epochs": "epochs", "output_dir": "out_dir", "min_lr": "final_lr", "dataset": "data", "max_tokens": "max_new_tokens",
+}
 
 
 # ---- what to say ------------------------------------------------------------------------------------------

@@ -496,8 +496,8 @@ class Records:
             raw = raw[3:]
         try:
             return raw.decode("utf-8")
-        except UnicodeDecodeError:
-            self.leave_out("not UTF-8")
+        except UnicodeDecodeError as error:
+            self.leave_out("not UTF-8", f", byte {error.start:,}")
 
 
 def split_file(file, separator: bytes | None) -> Iterator[bytes]:
@@ -530,7 +530,17 @@ def find_files(source: str) -> tuple[list[str], Counter]:
     else:
         return [source], Counter()
     found, other = [], Counter()
-    for folder, folders, names in os.walk(top):
+    seen = set()
+
+    def unreadable(error):
+        other["folder that cannot be read"] += 1
+
+    for folder, folders, names in os.walk(top, followlinks=True, onerror=unreadable):
+        if os.path.realpath(folder) in seen:                           # a link that leads back
+            other["folder that was read already (a link)"] += 1
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(folder))
         folders[:] = [name for name in folders if name not in skipped and not name.startswith((".", "__py"))]
         for name in names:
             path = os.path.join(folder, name)

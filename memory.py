@@ -40,7 +40,7 @@ def kept_after_the_layers(cfg: ModelConfig, width: int) -> int:
 
 
 def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype,
-             optimizer: str, recompute: str = "none") -> dict[str, int]:
+             optimizer: str, recompute: str = "none", document_mask: bool = False) -> dict[str, int]:
     """
     Bytes on one device at the peak of a step, by kind. Weights, gradients and moments are fp32; `copies` are
     autocast's weights in `dtype`; `logits` a chunk of them with its softmax, and the gradient of the head
@@ -52,6 +52,8 @@ def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtyp
     muon = sum(p.numel() for n, p in named.items() if optimizer == "muon" and optim.is_muon(n, p))
     products = sum(p.numel() for n, p in named.items() if p.ndim == 2)
     tokens, width = micro_batch_size * sequence_length, dtype.itemsize
+    # one for all layers of a kind; sliding windows need one for a row, packed documents one for each
+    masked = int(document_mask) + int(cfg.sliding_window is not None)
     kept, whole = kept_by_a_layer(cfg, width, recompute), kept_by_a_layer(cfg, width)
     return {
         "parameters": count * 4,
@@ -59,6 +61,7 @@ def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtyp
         "optimizer": (count - muon) * 8 + muon * 4,
         "activations": tokens * (cfg.num_hidden_layers * kept + kept_after_the_layers(cfg, width)
                                  + (whole - kept)),                # the layer that is being recomputed
+        "masks": masked * micro_batch_size * sequence_length ** 2 * width,
         "copies": products * width if dtype != torch.float32 else 0,
         "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + cfg.vocab_size * cfg.hidden_size * 4,
     }
@@ -109,10 +112,12 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
     def fits(micro: int) -> bool:
         if device == "cpu" and micro > 1 and micro * cfg.sequence_length > CPU_TOKENS:
             return False
-        return sum(estimate(cfg, micro, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute).values()) \
+        return sum(estimate(cfg, micro, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute,
+                            cfg.document_mask).values()) \
             <= HEADROOM * memory
     if not fits(1):
-        need = sum(estimate(cfg, 1, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute).values())
+        need = sum(estimate(cfg, 1, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute,
+                            cfg.document_mask).values())
         raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need / 2**30:.1f} GB on "
                         f"a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, or "
                         f"set recompute=layer")

@@ -293,7 +293,7 @@ class Model(nn.Module):
             p.copy_(torch.randn(p.shape, generator=generator) * std)
         return self
 
-    def masks(self, T: int, documents: Tensor | None, cache: Cache | None) -> dict:
+    def masks(self, T: int, documents: Tensor | None, cache: Cache | None, dtype: torch.dtype) -> dict:
         """
         Boolean masks [B or 1, 1, T, keys] (True = may be attended to) for the two kinds of layers, built
         once per forward. None where the plain causal mask, or no mask at all (one cached query), is enough:
@@ -314,8 +314,8 @@ class Model(nn.Module):
             seen = seen & ((key >= cache.padding[:, None])[:, None, None, :] | (key == query))
         if documents is not None:
             seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-        near = seen & (query - key < window) if sliding else seen
-        return {"full": None if plain else seen, "sliding": near}
+        full = None if plain else additive(seen, dtype)
+        return {"full": full, "sliding": additive(seen & (query - key < window), dtype) if sliding else full}
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None, positions: Tensor | None = None,
                cache: Cache | None = None) -> Tensor:
@@ -336,7 +336,7 @@ class Model(nn.Module):
         angles = positions[:, None, :, None].float() * self.rope_inverse          # [B or 1, 1, T, K/2]
         angles = torch.cat((angles, angles), dim=-1)
         rope = tuple((wave * self.rope_factor).to(compute_dtype(x)) for wave in (angles.cos(), angles.sin()))
-        masks = self.masks(T, documents, cache)
+        masks = self.masks(T, documents, cache, compute_dtype(x))
         for layer in self.model.layers:
             x = layer(x, rope, masks, cache)
         if cache is not None:
@@ -354,7 +354,12 @@ class Model(nn.Module):
         x = self.hidden(ids, documents, positions, cache)
         if labels is None:
             return F.linear(x, self.head)
-        return linear_cross_entropy(x.flatten(0, 1), self.head, labels.flatten()), (labels >= 0).sum()
+        return linear_cross_entropy(x.flatten(0, 1), self.head, labels.flatten()), (labels != -100).sum()
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a position is seen, else -inf: what SDPA would make of a boolean mask, in each layer anew."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def check(cfg: ModelConfig) -> None:
@@ -437,14 +442,16 @@ def shape_for(params: int, vocab_size: int, given: dict | None = None) -> tuple[
             if best is None or rank < best[0]:
                 best = rank, total, dict(hidden_size=D, num_hidden_layers=L, num_attention_heads=H,
                                          num_key_value_heads=G, head_dim=K, intermediate_size=I)
-    if best is None or vocab_size * best[2]["hidden_size"] >= params:
+    matrices = 1 if tied else 2                                # of the vocabulary
+    if best is None or matrices * vocab_size * best[2]["hidden_size"] >= params:
         smallest = given.get("hidden_size", 64)
-        layers = 4 * _layer_parameters(smallest, 1, 1, K, 3 * smallest)
-        raise UserError(f"params={params:,} is smaller than the embedding of vocab_size={vocab_size:,} "
-                        f"alone ({vocab_size * smallest:,} at {smallest} wide): use more params, or a "
-                        f"tokenizer of at most {max(params - layers, 0) // smallest:,} entries")
+        layers = smallest + 4 * _layer_parameters(smallest, 1, 1, K, 3 * smallest)
+        fits = max(params - layers, 0) // (matrices * smallest)
+        raise UserError(f"params={params:,} is smaller than the embedding of vocab_size={vocab_size:,} alone "
+                        f"({matrices * vocab_size * smallest:,} at {smallest} wide): use more params, or a "
+                        f"tokenizer of at most {fits:,} entries")
     _, total, shape = best
-    share = vocab_size * shape["hidden_size"] / total
+    share = matrices * vocab_size * shape["hidden_size"] / total
     if share > 0.5:
         warnings.append(f"the embedding takes {share:.0%} of the {total:,} parameters "
                         f"(vocab_size={vocab_size:,}): a smaller tokenizer would leave more for the layers")
@@ -471,7 +478,7 @@ def pick(logits: Tensor, seen: list[Tensor], generator: torch.Generator | None =
             row[ids] = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # no overflow at tiny temperatures
     if top_k and top_k < logits.shape[-1]:
         logits, choices = logits.topk(top_k)                             # [B, k], largest first
     elif top_p is not None or min_p is not None:

@@ -196,6 +196,6 @@ class LossScale:
     def update(self, norm: Tensor) -> None:
         if self.enabled:
             finite = norm.isfinite()
-            grow = finite & (self.finite_steps >= 2000)
+            grow = finite & (self.finite_steps >= 1999)
             self.value = torch.where(finite, torch.where(grow, self.value * 2, self.value), self.value / 2)
             self.finite_steps = torch.where(finite & ~grow, self.finite_steps + 1, 0.0)

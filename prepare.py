@@ -294,6 +294,8 @@ class Shards:
         """This split's part of meta.json."""
         last = len(self.full)
         rest = [describe_shard(self.path(last), self.dtype)] if self.tokens % self.shard_tokens else []
+        held = sum(facts["tokens"] for facts in self.full + rest)
+        assert held == self.tokens, f"{self.name}: {held:,} tokens on disk, {self.tokens:,} were written"
         return {"documents": self.documents, "tokens": self.tokens,
                 "shards": [{"file": os.path.basename(self.path(index)), **facts}
                            for index, facts in enumerate(self.full + rest)]}
@@ -325,9 +327,10 @@ class Shards:
         if inside:
             os.truncate(self.path(index), inside * self.dtype.itemsize)
             index += 1
-        while os.path.exists(self.path(index)):
-            os.remove(self.path(index))
-            index += 1
+        # highest first, and whatever stands there: a kill may have left a gap
+        for name in sorted(os.listdir(self.out_dir), reverse=True):
+            if re.fullmatch(self.name + r"-\d{5,}\.bin", name) and int(name[len(self.name) + 1:-4]) >= index:
+                os.remove(os.path.join(self.out_dir, name))
 
     def blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The tokens [start, stop), some MB at a time."""

@@ -399,6 +399,9 @@ def _named_ids(settings: dict, directory: str, special: dict[str, int],
             if ids[name] is None:
                 raise UserError(f"tokenizer_config.json in {directory} names {token!r} as {name}_token, "
                                 "which tokenizer.json does not have.")
+            if name == "eos" and token not in special:
+                raise UserError(f"tokenizer_config.json in {directory} names {token!r} as eos_token, which "
+                                "is ordinary text: add it to the added_tokens of tokenizer.json.")
             continue
         found = [model[f"{name}_token_id"] for model in models if model.get(f"{name}_token_id") is not None]
         found = found[0] if found and isinstance(found[0], list) else found        # some name several
@@ -437,7 +440,13 @@ def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict, dict, dict]:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             refuse(f"model.{key}", model[key])
-    special = {token["content"]: token["id"] for token in spec.get("added_tokens") or []}
+    added = spec.get("added_tokens") or []
+    special = {token["content"]: token["id"] for token in added}
+    # Hugging Face finds these in plain text; markup is for templates to insert, anything else is text
+    in_text = [token["content"] for token in added
+               if not token.get("special") and not re.fullmatch(r"<\S+>", token["content"])]
+    if in_text:
+        refuse("added token that is no special one", in_text[:5])
     vocab = {_unspell(entry): i for entry, i in model["vocab"].items() if entry not in special}
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if model.get("unk_token") and any(bytes([b]) not in vocab for b in _IN_UTF8):
@@ -459,6 +468,12 @@ def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict, dict, dict]:
     lost = _not_rebuilt(ranks)
     if lost:
         refuse(f"set of merges that does not build {len(lost)} entries", [_spell(t) for t in lost[:5]])
+    # tiktoken merges any pair that makes a token, Hugging Face only the pairs that are listed
+    listed = {(_unspell(left), _unspell(right)) for left, right in merges}
+    other = [pair for pair in _merges(ranks)[0] if pair not in listed]
+    if other:
+        refuse(f"set of merges without the pairs that make {len(other)} entries first",
+               [[_spell(left), _spell(right)] for left, right in other[:5]])
     return bool(normalizer), pattern, ranks, decode_only, special
 
 

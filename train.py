@@ -34,7 +34,7 @@ import optim
 from config import UserError
 from model import Model, ModelConfig, count_parameters, generate, shape_for
 from prepare import ensure
-from tokenizer import StreamDecoder
+from tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
          "intermediate_size")
@@ -89,7 +89,7 @@ class Config(ModelConfig):
     eval_only: bool = False                # evaluate init_from (or out_dir) on data, train nothing
     # intervals, in steps
     log_interval: int = 1                  # a line and a record in metrics.jsonl
-    sample_interval: int | None = 250      # print what the model writes; also at the end
+    sample_interval: int | None = 250      # print what the model writes, also at the end; None = never
     save_interval: int | None = 250        # state to resume; also at the end
     model_interval: int | None = None      # Hugging Face copy in out_dir; None = at every save
     keep_last: int = 3                     # states that are kept
@@ -116,15 +116,15 @@ def main(cfg: Config) -> dict:
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
     if cfg.eval_only:
         return evaluate_only(cfg, place, say)
-    lengths = [key for key in config.LENGTHS if getattr(cfg, key) is not None]
-    if len(lengths) > 1:
-        raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
+    check_length(cfg)
     live = checkpoint.name_objects(cfg)                    # objects given from Python; cfg gets their paths
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
     step, samples = (stored["step"], stored["samples"]) if stored else (0, 0)
     base = open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
+    if base and not resumed and "sequence_length" not in cfg.given:
+        cfg.sequence_length = min(cfg.sequence_length, base.cfg.max_position_embeddings)
     corpus = open_corpus(cfg, base, live.get("tokenizer"), place, say)
     settle_shape(cfg, corpus, base, say)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
@@ -132,7 +132,8 @@ def main(cfg: Config) -> dict:
     batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
     max_steps = steps_of(cfg, step, samples, batch.global_batch_size, corpus, parameters)
     needed = samples + (max_steps - step) * batch.global_batch_size
-    corpus.check(needed, batch.global_batch_size, cfg.max_epochs, max_steps)
+    # whole steps: a run of n epochs may end a little behind the n-th
+    corpus.check(needed, batch.global_batch_size, None if cfg.epochs else cfg.max_epochs, max_steps)
     if place.world == 1:
         checkpoint.save_objects(cfg, live)                 # before a child process looks for them
     result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does it
@@ -155,7 +156,7 @@ def main(cfg: Config) -> dict:
     if base is None:
         base = Model(checkpoint.model_config(cfg)).init_weights(cfg.seed)
     model = base.to(run.device).recomputing(cfg.recompute)
-    model.tokenizer = model.tokenizer or corpus.tokenizer
+    model.tokenizer = model.tokenizer or corpus.tokenizer or bare_tokenizer(cfg, corpus)
     optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
     labels = batch.micro_batch_size * cfg.sequence_length
     scale = optim.LossScale(run.dtype == torch.float16, run.device, labels)
@@ -165,8 +166,9 @@ def main(cfg: Config) -> dict:
         checkpoint.restore(resumed, model, optimizer, scale, run)
         check_resumed(cfg, stored, corpus, max_steps, run)
     if step >= max_steps:
-        run.say(f"the run in {cfg.out_dir} is finished ({step} of {max_steps} steps): give more tokens to go "
-                f"on, or another out_dir to start a new one")
+        length = next((key for key in config.LENGTHS if getattr(cfg, key) is not None), "tokens")
+        run.say(f"the run in {cfg.out_dir} is finished: it has {step} steps, {max_steps} were asked for. "
+                f"Give more {length} to go on, or another out_dir to start a new one")
         if published == step and (evaluation or not corpus.val_tokens):
             return launch.report(run, result_of(cfg, step, samples, evaluation))
     if run.main:
@@ -180,8 +182,8 @@ def main(cfg: Config) -> dict:
 
     # ---- loop ---------------------------------------------------------------------------------------------
     def micro_batches(samples: int):
-        """This replica's rows [micro, T+1] from `samples` on, step after step, on their way to the device."""
-        while True:
+        """This replica's rows [micro, T+1] from `samples` on, step by step, on their way to the device."""
+        for _ in range(step, max_steps):
             for ids in corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world):
                 yield run.to_device(ids)
             samples += batch.global_batch_size
@@ -211,7 +213,7 @@ def main(cfg: Config) -> dict:
     started = began = time.perf_counter()
     logged, saved = step, step if resumed else None
     coming = micro_batches(samples)
-    ahead = next(coming)
+    ahead = next(coming, None)
     while step < max_steps and not run.stopping():         # every rank calls this
         lr = optim.lr_at(step, max_steps, cfg)
         totals = torch.zeros(2, device=run.device)         # sum of the losses, labels that counted
@@ -223,7 +225,7 @@ def main(cfg: Config) -> dict:
                     loss, valid = forward(inputs, labels=labels, documents=documents_of(inputs, cfg, corpus))
                 (loss * scale.value).backward()
             totals += torch.stack((loss.detach(), valid.float()))
-            ahead = next(coming)                           # read while the device works
+            ahead = next(coming, None)                     # read while the device works
         samples += batch.global_batch_size
         totals = run.all_reduce(totals)                    # every rank calls this
         # DDP took the mean over ranks: back to the sum, then per label of the whole step
@@ -263,15 +265,20 @@ def main(cfg: Config) -> dict:
     if step >= max_steps:
         evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
         lines.evaluation(step, evaluation)
-        if model.tokenizer:
+        if cfg.sample_interval and model.tokenizer:
             lines.note(sample(model, run))
         if not evaluation and corpus.val_tokens:
             run.say("the last evaluation was stopped: the same command makes up for it")
     else:
         run.say(f"stopped at step {step} of {max_steps} and saved: the same command goes on from there")
+    if optimizer.skipped:
+        run.say(f"warning: {int(optimizer.skipped)} of {step} steps had a gradient that is not finite and "
+                f"changed nothing: lower lr={cfg.lr} or warm up longer")
     lines.finish()
     del forward    # before the group: DDP's destructor would wait for gloo's threads, they for Python's lock
-    run.say(f"the model is in {cfg.out_dir}: python sample.py --out_dir={shlex.quote(cfg.out_dir)}")
+    hint = f"python sample.py --out_dir={shlex.quote(cfg.out_dir)}" if model.tokenizer else \
+        "it has no tokenizer, as its data carry none (--tokenizer names one)"
+    run.say(f"the model is in {cfg.out_dir}: {hint}")
     return launch.report(run, result_of(cfg, step, samples, evaluation, [loss for _, loss in lines.losses]))
 
 
@@ -284,6 +291,18 @@ def result_of(cfg: Config, step: int, samples: int, evaluation: dict | None = No
 
 # ---- before the loop --------------------------------------------------------------------------------------
 
+def check_length(cfg: Config) -> None:
+    """UserError where the length or the schedule contradicts itself."""
+    lengths = [key for key in config.LENGTHS if getattr(cfg, key) is not None]
+    if len(lengths) > 1:
+        raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
+    if cfg.epochs and cfg.max_epochs and cfg.epochs > cfg.max_epochs:
+        raise UserError(f"epochs={cfg.epochs} is more than max_epochs={cfg.max_epochs}")
+    if cfg.schedule == "wsd" and cfg.warmup_ratio + cfg.decay_ratio > 1:
+        raise UserError(f"warmup_ratio={cfg.warmup_ratio} and decay_ratio={cfg.decay_ratio} sum to more than "
+                        f"the run: lower one of them")
+
+
 def open_corpus(cfg: Config, base: Model | None, live, place, say) -> data.Corpus:
     """
     The corpus of cfg.data, which is prepared first where it is raw text: with the tokenizer of the weights
@@ -294,6 +313,17 @@ def open_corpus(cfg: Config, base: Model | None, live, place, say) -> data.Corpu
         tokenizer = base.tokenizer or (None if cfg.tokenizer == "auto" else cfg.tokenizer)
     source = ensure(cfg.data, tokenizer, rank=place.rank, world=place.world, say=say)
     return data.open_corpus(source, cfg.sequence_length, cfg.seed)
+
+
+def bare_tokenizer(cfg: Config, corpus) -> Tokenizer | None:
+    """The tokenizer that the user names for data that do not carry theirs: bare train.bin and val.bin."""
+    if cfg.tokenizer == "auto":
+        return None
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    if corpus.vocab_size > tokenizer.vocab_size:
+        raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1:,}, "
+                        f"tokenizer={cfg.tokenizer} has only {tokenizer.vocab_size:,}: it was made with another one")
+    return tokenizer
 
 
 def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
@@ -325,13 +355,17 @@ def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
     if base is not None:
         free = ("rope_scaling", "max_position_embeddings")
         asked = {key: getattr(cfg, key) for key in free if key in cfg.given}
+        if asked.get("rope_scaling"):                      # stretches what the base was trained on
+            old = {"original_max_position_embeddings": base.cfg.max_position_embeddings}
+            asked["rope_scaling"] = {**old, **asked["rope_scaling"]}
+        asked["max_position_embeddings"] = max(base.cfg.max_position_embeddings,
+                                               asked.get("max_position_embeddings", 0), cfg.sequence_length)
+        if cfg.sequence_length > base.cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
+            say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
+                f"{base.cfg.max_position_embeddings} positions that the base was trained on: give "
+                f"rope_scaling, or expect it to learn them anew")
         for f in fields(ModelConfig):
             setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
-        if cfg.sequence_length > cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
-            say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
-                f"{cfg.max_position_embeddings} positions that the base was trained on: give rope_scaling, "
-                f"or expect it to learn them anew")
-        cfg.max_position_embeddings = max(cfg.max_position_embeddings, cfg.sequence_length)
         base.cfg = checkpoint.model_config(cfg)
         base.set_positions()
         if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
@@ -365,7 +399,7 @@ def steps_of(cfg: Config, step: int, samples: int, batch_size: int, corpus, para
     if cfg.max_steps is not None:
         return cfg.max_steps
     if cfg.epochs is not None:
-        return step + max(0, cfg.epochs * corpus.windows - samples) // batch_size or 1
+        return step + max(0, -(-(cfg.epochs * corpus.windows - samples) // batch_size))
     wanted = -(-(cfg.tokens or 20 * parameters) // cfg.sequence_length)        # sequences
     return step + max(0, -(-(wanted - samples) // batch_size))
 
@@ -400,6 +434,9 @@ def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) 
         run.say(f"warning: global_batch_size={batch.global_batch_size} counts sequences of "
                 f"{cfg.sequence_length} tokens, and the data have {corpus.windows:,}: every step repeats "
                 f"them")
+    elif epochs > 10:
+        run.say(f"warning: the run goes over the same text {epochs:.0f} times; after about 10 it learns "
+                f"it by heart: more data, or a shorter run (--epochs=5)")
     run.say(f"a model that knows nothing has loss ln(V) = {math.log(cfg.vocab_size):.4f}, one that knows "
             f"how often each token occurs {corpus.unigram_entropy():.4f}")
 
@@ -446,7 +483,7 @@ def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
         ids, labels = run.to_device(ids), run.to_device(labels)
         with run.autocast():
             loss, valid = forward(ids, labels=labels, documents=documents_of(ids, cfg, corpus))
-        size = valid * 0 if lengths is None else (lengths[labels.clamp(min=0)] * (labels >= 0)).sum()
+        size = valid * 0 if lengths is None else (lengths[labels.clamp(min=0)] * (labels != -100)).sum()
         found.append(torch.stack((loss, valid.float(), size.float())))
     if not found:
         return {}

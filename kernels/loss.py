@@ -12,6 +12,7 @@ scalar). Saved for the backward: grad_hidden [N, D] and grad_weight [V, D]; peak
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK = 1024       # rows; with V = 50,304 in fp32 a chunk of logits is 206 MB
 
@@ -24,13 +25,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = weight.to(dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if hidden_needs else None
-        grad_weight = torch.zeros_like(weight) if weight_needs else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_needs else None
         for rows, targets, start in zip(hidden.split(chunk), labels.split(chunk),
                                         range(0, len(hidden), chunk)):
             rows = rows.to(dtype)
             logits = (rows @ head.T).float()                           # [chunk, V]
-            valid = targets >= 0
-            targets = targets.clamp(min=0)[:, None]
+            valid = targets != -100
+            targets = targets.where(valid, 0)[:, None]
             largest = logits.amax(-1, keepdim=True)
             picked = logits.gather(1, targets) - largest
             exp = logits.sub_(largest).exp_()                          # in place: one [chunk, V] matrix
@@ -45,13 +46,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if weight_needs:
                     grad_weight += error.T @ rows
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (None if grad_hidden is None else grad_hidden * grad,
-                None if grad_weight is None else grad_weight * grad, None, None, None)
+        return (None if grad_hidden is None else (grad_hidden * grad).to(grad_hidden.dtype),
+                None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype), None, None, None)
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -68,4 +71,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if not torch.is_grad_enabled():                                    # no gradients to make in the forward
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, labels, chunk, dtype)

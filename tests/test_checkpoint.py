@@ -385,6 +385,44 @@ def test_model_directories_that_do_not_fit_are_refused_by_name(fault, says):
         checkpoint.load_model_dir("m")
 
 
+HF = {"model_type": "qwen3", "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2,
+      "num_attention_heads": 4, "intermediate_size": 48}
+
+
+@pytest.mark.parametrize("changes,field,value", [
+    ({}, "head_dim", 128), ({}, "num_key_value_heads", 32), ({"model_type": "llama"}, "head_dim", 8),
+    ({"sliding_window": 4, "max_window_layers": 0}, "sliding_window", None),        # not unless used
+    ({"sliding_window": 4, "max_window_layers": 1, "use_sliding_window": True}, "layer_types",
+     ["full_attention", "sliding_attention"]),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 77}}, "rope_theta", 77.0),
+    ({"rope_theta": 9.0, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta", 5.0),
+    ({"original_max_position_embeddings": 16, "rope_scaling": {"type": "yarn", "factor": 2.0}},
+     "rope_scaling", {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16})])
+def test_configs_of_the_hub_are_read_as_transformers_reads_them(changes, field, value):
+    assert getattr(checkpoint.config_from_hf({**HF, "num_key_value_heads": 2, **changes}
+                                             if field != "num_key_value_heads" else HF, "x"), field) == value
+
+
+@pytest.mark.parametrize("changes,says", [
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"num_hidden_layers": "2"}, "lacks a number for num_hidden_layers"), ({"rope_scaling": "yarn"}, "rope"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one dict for all layers"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps")])
+def test_configs_that_model_py_does_not_compute_are_refused(changes, says):
+    with pytest.raises(UserError, match=says):
+        checkpoint.config_from_hf({**HF, **changes}, "x")
+
+
+def test_quantized_weights_are_refused():
+    checkpoint.save_model_dir(trained()[0], None, "m")
+    weights = load_file("m/model.safetensors")
+    weights["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+    save_file(weights, "m/model.safetensors")
+    with pytest.raises(UserError, match="are int8; model.py reads float32"):
+        checkpoint.load_model_dir("m")
+
+
 def test_a_missing_head_is_never_replaced_by_random_numbers():
     model = Model(ModelConfig(**TINY, tie_word_embeddings=False)).init_weights(0)
     checkpoint.save_model_dir(model, None, "m")

@@ -329,3 +329,15 @@ def test_the_standard_library_is_text_without_its_tests():
     records = data.read_records("stdlib")
     assert len(records.files) > 300 and not any("/test/" in path for path in records.files)
     assert "import" in next(iter(records))["text"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
+def test_linked_folders_are_read_and_a_link_that_leads_back_is_counted(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("linked", encoding="utf-8")
+    (tmp_path / "here" / "part").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "here" / "back").symlink_to(tmp_path / "here")
+    files, other = data.find_files(str(tmp_path / "here"))
+    assert [os.path.basename(file) for file in files] == ["a.txt"]
+    assert other == {"folder that was read already (a link)": 1}

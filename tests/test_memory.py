@@ -52,6 +52,23 @@ def test_activations_are_what_autograd_keeps(family, dtype, recompute):
         assert named["copies"] - cfg.vocab_size * cfg.hidden_size * 2 * (dtype != torch.float32) == copies
 
 
+def test_a_mask_for_packed_documents_is_kept_once_for_all_layers():
+    kept = []
+    for documents in (None, torch.zeros(B, T, dtype=torch.long)):
+        model, storages = Model(ModelConfig(**SMALL)).init_weights(0), {}
+
+        def pack(t):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes(), t
+            return t
+        ids = torch.zeros(B, T, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(ids, labels=ids, documents=documents)
+        kept.append(sum(size for size, _ in storages.values()))
+    plain, packed = (memory.estimate(ModelConfig(**SMALL), B, T, torch.float32, "muon", document_mask=on)
+                     for on in (False, True))
+    assert kept[1] - kept[0] == packed["masks"] == B * T * T * 4 and plain["masks"] == 0
+
+
 def test_weights_gradients_and_moments_are_what_the_optimizer_holds():
     import optim
     from test_optim import set_gradients, settings
@@ -73,7 +90,7 @@ def test_weights_gradients_and_moments_are_what_the_optimizer_holds():
 def plan(replicas=1, memory_bytes=2**62, device="cuda", stored=None, **changes):
     values = dict(ModelConfig(**SMALL).__dict__, sequence_length=512, micro_batch_size="auto",
                   global_batch_size=None, gradient_accumulation=None, optimizer="muon", recompute="none",
-                  tokens=10_000_000)
+                  document_mask=False, tokens=10_000_000)
     cfg = type("Config", (ModelConfig,), {})(**SMALL)
     for key, value in {**values, **changes}.items():
         setattr(cfg, key, value)

@@ -126,6 +126,28 @@ def test_loss_never_holds_more_logits_than_a_chunk():
     assert max(seen) == 64 * 1000
 
 
+def test_without_gradients_none_are_made():
+    made = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            made.extend(t.shape for t in torch.utils._pytree.tree_leaves(out)
+                        if isinstance(t, torch.Tensor) and t.data_ptr() != weight.data_ptr())
+            return out
+
+    hidden, weight = torch.randn(6, 4), torch.nn.Parameter(torch.randn(50, 4))
+    with torch.no_grad(), Watch():
+        loss_kernel.linear_cross_entropy(hidden, weight, torch.randint(0, 50, (6,)))
+    assert (50, 4) not in made and (6, 50) in made
+
+
+def test_a_label_outside_the_vocabulary_is_an_error_and_not_ignored():
+    for label in (-1, 50):
+        with pytest.raises((RuntimeError, IndexError)):
+            loss_kernel.linear_cross_entropy(torch.randn(1, 4), torch.randn(50, 4), torch.tensor([label]))
+
+
 def test_rows_without_labels_give_zero_and_no_nan():
     model, ids = tiny(), some_ids(2, 9)
     loss, valid = model(ids, labels=torch.full_like(ids, -100))
@@ -228,6 +250,17 @@ def test_shape_is_within_two_percent_where_the_embedding_takes_at_most_half(voca
             assert 1.5 <= shape["intermediate_size"] / shape["hidden_size"] <= 4
         else:
             assert "embedding takes" in warnings[0]
+
+
+def test_an_untied_head_counts_in_the_shape():
+    shape, warnings = shape_for(60_000_000, 32768, {"tie_word_embeddings": False})
+    assert "embedding takes" in warnings[0]
+    real = count_parameters(ModelConfig(vocab_size=32768, tie_word_embeddings=False, **shape))
+    assert abs(real - 60e6) < 1.2e6
+    with pytest.raises(UserError) as error:
+        shape_for(2_000_000, 32768, {"tie_word_embeddings": False})
+    fits = int(str(error.value).rsplit("at most ", 1)[1].split()[0].replace(",", ""))
+    assert shape_for(2_000_000, fits, {"tie_word_embeddings": False})
 
 
 def test_given_fields_stay_and_the_rest_fills_the_budget():

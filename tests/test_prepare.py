@@ -427,3 +427,13 @@ def test_the_command_prepares_reports_and_exits_with_2_for_what_the_user_got_wro
     assert ensure("my.jsonl", "byte", say=quiet) in good.stdout          # the place where train.py looks
     bad = command("--data=mine.jsonl")
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "near it: my.jsonl" in bad.stderr
+
+
+def test_shortening_removes_shards_behind_a_gap_that_a_kill_has_left():
+    shards = module.Shards(".", "tail", load_tokenizer("byte"), 10)
+    shards.append(np.arange(45))
+    os.remove("tail-00001.bin")
+    Path("train-00003.bin").write_bytes(b"another split's")
+    shards.shorten(5)
+    assert sorted(os.listdir(".")) == ["tail-00000.bin", "train-00003.bin"]
+    assert os.path.getsize("tail-00000.bin") == 10

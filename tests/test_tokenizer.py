@@ -374,6 +374,8 @@ def test_eos_comes_from_the_files_beside_and_is_never_guessed(spec, tmp_path):
         load(tokenizer_config={})
     with pytest.raises(UserError, match="names 'nobody' as eos_token"):
         load(tokenizer_config={"eos_token": "nobody"})
+    with pytest.raises(UserError, match="names 'the' as eos_token, which is ordinary text"):
+        load(tokenizer_config={"eos_token": "the"})
 
 
 def test_the_chat_template_is_found_in_either_file(spec, tmp_path):
@@ -403,6 +405,10 @@ def test_what_we_do_not_know_is_refused_by_name(spec, tmp_path):
     prefixed = {**PATTERNS["gpt2"][1], "add_prefix_space": True}
     sequence = {"type": "Sequence", "pretokenizers": [odd_split, PATTERNS["gpt2"][1]]}
     model, merges = spec["model"], spec["model"]["merges"]
+    spaces = {"id": 300, "content": "    ", "special": False}
+    vocab = {entry: i for entry, i in model["vocab"].items() if i < 258}       # bytes and special tokens
+    crossed = {"vocab": vocab | {"ab": 258, "bc": 259, "abc": 260},            # "abc" is found as ab + c
+               "merges": [["a", "b"], ["b", "c"], ["a", "bc"]]}
     for change, message in [
         ({"pre_tokenizer": metaspace}, "pre_tokenizer that we do not know.*Metaspace"),
         ({"pre_tokenizer": sequence}, r"pre_tokenizer.*\\\\w\+"),
@@ -414,6 +420,8 @@ def test_what_we_do_not_know_is_refused_by_name(spec, tmp_path):
         ({"model": {**model, "merges": merges[::-1]}}, "merge whose result has a lower id"),
         ({"model": {**model, "merges": merges + [["z", "z"]]}}, "not in the vocabulary"),
         ({"model": {**model, "merges": merges[1:]}}, "does not build"),
+        ({"model": {**model, **crossed}}, r"without the pairs that make 1 entries first.*\["),
+        ({"added_tokens": spec["added_tokens"] + [spaces]}, "added token that is no special one.*    "),
         ({"model": {"type": "BPE"}}, "not a tokenizer.json that we can read.*vocab"),
     ]:
         with pytest.raises(UserError, match=message):

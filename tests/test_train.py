@@ -209,7 +209,8 @@ def test_a_finished_run_says_so_and_changes_nothing(corpus, capsys):
               if p.is_file() and "source" not in p.parts}
     result = go(corpus, out_dir="run")
     said = capsys.readouterr().out
-    assert "is finished (6 of 6 steps)" in said and "more tokens" in said and "another out_dir" in said
+    assert "is finished: it has 6 steps, 6 were asked for" in said
+    assert "more max_steps" in said and "another out_dir" in said
     assert result["steps"] == 6 and result["losses"] == [] and result["validation_loss"] is not None
     assert all(p.stat().st_mtime_ns == t for p, t in before.items() if p.name != "run_config.json")
 
@@ -286,6 +287,8 @@ def test_a_loss_that_does_not_move_is_pointed_out(corpus, capsys):
 @pytest.mark.parametrize("options,says", [
     (dict(data="nowhere"), "nowhere"),
     (dict(tokens=10, max_steps=3), "tokens and max_steps were both given"),
+    (dict(schedule="wsd", warmup_ratio=0.5, decay_ratio=0.8), "sum to more than"),
+    (dict(epochs=3, max_epochs=2, max_steps=None), "epochs=3 is more than max_epochs=2"),
     (dict(max_epochs=1, max_steps=10**6), "Dataset is too small for this run: available-samples="),
     (dict(sequence_length=10**6), "Dataset is too small for this run: the training split"),
     (dict(global_batch_size=12, micro_batch_size=8), "use a global_batch_size of"),
@@ -399,6 +402,25 @@ def test_init_from_trains_on_from_the_given_weights(corpus):
         train.train(data=corpus, init_from="base", out_dir="other", hidden_size=64, device="cpu")
     with pytest.raises(UserError, match="would be overwritten"):
         train.train(data=corpus, init_from="base", out_dir="base", device="cpu", resume="auto", lr=1e-4)
+
+
+def test_a_longer_context_is_scaled_from_the_bases(corpus):
+    go(corpus, out_dir="base", max_steps=1)
+    train.train(data=corpus, init_from="base", out_dir="long", max_steps=1, sequence_length=64, device="cpu",
+                rope_scaling={"rope_type": "yarn", "factor": 2.0}, micro_batch_size=2, sample_interval=None)
+    cfg = checkpoint.load_model_dir("long")[0].cfg
+    assert cfg.max_position_embeddings == 64
+    assert cfg.rope_scaling["original_max_position_embeddings"] == 32
+    train.train(data=corpus, init_from="base", out_dir="short", max_steps=1, sequence_length=16, device="cpu",
+                max_position_embeddings=16, micro_batch_size=2, sample_interval=None)
+    assert checkpoint.load_model_dir("short")[0].cfg.max_position_embeddings == 32      # never lowered
+
+
+def test_an_epoch_visits_every_window(corpus):
+    windows = data.open_corpus(corpus, 512).windows
+    result = go(corpus, out_dir="run", max_steps=None, epochs=1, max_epochs=1, sequence_length=512,
+                micro_batch_size=16)
+    assert result["steps"] == -(-windows // 16) and windows % 16
 
 
 def test_raw_text_trains_without_a_step_of_its_own(capsys):
