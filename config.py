@@ -315,11 +315,12 @@ def kinds_of(Config) -> dict:
 
 # What nanoGPT, Hugging Face and others call our keys.
 ELSEWHERE = {
-    "learning_rate": "lr", "batch_size": "micro_batch_size",
-    "per_device_train_batch_size": "micro_batch_size", "gradient_accumulation_steps": "gradient_accumulation", "block_size": "sequence_length",
+    "learning_rate": "lr", "min_lr": "final_lr", "max_iters": "max_steps", "num_train_epochs": "epochs",
+    "batch_size": "micro_batch_size", "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation", "block_size": "sequence_length",
     "context_length": "sequence_length", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-    "n_embd": "hidden_size", "d_model": "hidden_size", "max_iters": "max_steps",
-    "num_train_epochs": "epochs", "output_dir": "out_dir", "min_lr": "final_lr", "dataset": "data", "max_tokens": "max_new_tokens",
+    "n_embd": "hidden_size", "d_model": "hidden_size", "output_dir": "out_dir", "dataset": "data",
+    "max_tokens": "max_new_tokens",
 }
 
 

@@ -322,7 +322,8 @@ def bare_tokenizer(cfg: Config, corpus) -> Tokenizer | None:
     tokenizer = load_tokenizer(cfg.tokenizer)
     if corpus.vocab_size > tokenizer.vocab_size:
         raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1:,}, "
-                        f"tokenizer={cfg.tokenizer} has only {tokenizer.vocab_size:,}: it was made with another one")
+                        f"tokenizer={cfg.tokenizer} has only {tokenizer.vocab_size:,}: it was made with "
+                        f"another one")
     return tokenizer
 
 

@@ -161,6 +161,7 @@ def test_what_is_no_size_is_refused(text):
     (["--tokens=1.5"], ["tokens='1.5' should be int | None"]),
     (["--tensorboard=maybe"], ["tensorboard='maybe' should be bool"]),
     (["--schedule=cosin"], ["linear | cosine", "did you mean cosine?"]),
+    (["--learning_rate=1"], ["did you mean lr?"]), (["--output_dir=x"], ["out_dir"]),
     (["--micro_batch_size=atuo"], ["int | auto", "did you mean auto?"]), (["--dims=[1"], ["dims"]),
     (["--dims=1,x"], ["dims"]),
     (["--rope_scaling=3"], ["rope_scaling"]), (["tiny"], ["'tiny' is neither a flag nor a config file"]),

@@ -450,6 +450,16 @@ def prepare_slowly(options):
     return train.train(**{**SMALL, **options, "sample_interval": None})
 
 
+def test_bare_files_of_nanogpt_train_with_the_tokenizer_that_is_named():
+    Path("nano").mkdir()
+    for name, text in (("train", "some words and " * 900), ("val", "more words " * 40)):
+        np.frombuffer(text.encode(), np.uint8).astype(np.uint16).tofile(f"nano/{name}.bin")
+    result = go("nano", out_dir="run", tokenizer="byte", max_steps=2)
+    assert result["validation_loss"] > 0 and isinstance(sample.generate("run", "some", 3), str)
+    with pytest.raises(UserError, match="document_mask needs the id"):
+        go("nano", out_dir="other", document_mask=True)
+
+
 def test_document_mask_hides_other_documents_from_the_loss(corpus):
     plain, masked = (go(corpus, out_dir=name, document_mask=mask, max_steps=1)["losses"][0]
                      for name, mask in (("plain", False), ("masked", True)))
