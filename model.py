@@ -295,9 +295,9 @@ class Model(nn.Module):
 
     def masks(self, T: int, documents: Tensor | None, cache: Cache | None, dtype: torch.dtype) -> dict:
         """
-        Boolean masks [B or 1, 1, T, keys] (True = may be attended to) for the two kinds of layers, built
-        once per forward. None where the plain causal mask, or no mask at all (one cached query), is enough:
-        the fast path of SDPA.
+        Additive masks [B or 1, 1, T, keys] in `dtype` (0 = seen, -inf = not) for the two kinds of layers,
+        built once per forward. None where the plain causal mask, or no mask at all (one cached query), is
+        enough: the fast path of SDPA.
         """
         past, device = (cache.length if cache is not None else 0), self.head.device
         padded = cache is not None and cache.padding is not None
