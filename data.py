@@ -215,7 +215,7 @@ def write_json(path: str, value) -> None:
     """Whole or not at all: a reader never sees half a file."""
     part = f"{path}.{os.getpid()}.tmp"
     with open(part, "w", encoding="utf-8", newline="\n") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
+        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)

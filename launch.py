@@ -38,6 +38,8 @@ from config import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH_STEP, INTERACTIVE_STEP = 4294967291, 4294967290     # SLURM's step ids of sbatch's and salloc's shells
+STOP_SIGNALS = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1", "SIGINT")
+                if name in signal.Signals.__members__]    # Windows has no SIGUSR1
 RESULT = "LIGNITE_RESULT"       # where a child process writes what it returns; see relaunch()
 
 
@@ -295,9 +297,7 @@ class Run:
             if not self.stop_signal:
                 self.stop_signal, self.stop_time = number, time.monotonic()
         if threading.current_thread() is threading.main_thread():      # no other thread may set handlers
-            for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
-                if name in signal.Signals.__members__:                 # Windows has no SIGUSR1
-                    self.handlers[name] = signal.signal(signal.Signals[name], ask)
+            self.handlers = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
 
     def catch_failures(self, cfg) -> None:
         """A rank that raises, in whatever thread, says why and is gone: its peers then fail in seconds."""
@@ -325,8 +325,8 @@ class Run:
             return
         if self.joined:
             dist.destroy_process_group()
-        for name, handler in self.handlers.items():
-            signal.signal(signal.Signals[name], handler)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         if self.hooks and sys.exc_info()[0] is None:
             sys.excepthook, threading.excepthook = self.hooks
         self.joined, self.handlers, self.hooks = False, {}, ()
@@ -341,15 +341,12 @@ def visiting():
     """
     hooks = sys.excepthook, threading.excepthook
     mine = threading.current_thread() is threading.main_thread()
-    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGINT") if name in signal.Signals.__members__]
-    numbers = [signal.Signals[name] for name in names]
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         yield
     except BaseException:
-        if environment().world > 1:
-            raise
-        sys.excepthook, threading.excepthook = hooks
+        if environment().world == 1:
+            sys.excepthook, threading.excepthook = hooks
         raise
     finally:
         for number, handler in handlers.items() if mine else ():

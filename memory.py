@@ -109,17 +109,17 @@ def law_of_deepseek(parameters: int, tokens: int, sequence_length: int) -> int:
 
 def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int) -> int:
     """Most sequences per forward, at most `limit`, that fit `memory` bytes."""
-    def fits(micro: int) -> bool:
-        if device == "cpu" and micro > 1 and micro * cfg.sequence_length > CPU_TOKENS:
-            return False
+    def need(micro: int) -> int:
         return sum(estimate(cfg, micro, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute,
-                            cfg.document_mask).values()) \
-            <= HEADROOM * memory
-    if not fits(1):
-        need = sum(estimate(cfg, 1, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute,
                             cfg.document_mask).values())
-        raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need / 2**30:.1f} GB on "
-                        f"a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, or "
+
+    def fits(micro: int) -> bool:
+        slow = device == "cpu" and micro > 1 and micro * cfg.sequence_length > CPU_TOKENS
+        return not slow and need(micro) <= HEADROOM * memory
+
+    if not fits(1):
+        raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need(1) / 2**30:.1f} GB "
+                        f"on a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, or "
                         f"set recompute=layer")
     low, high = 1, limit
     while low < high:                                          # memory grows with micro: bisect
