@@ -3,8 +3,7 @@ What reaches the disk. Two things, never confused:
 
 the model   a Hugging Face directory: config.json, generation_config.json, model.safetensors (or shards),
             tokenizer files. out_dir always holds the latest one.         save_model_dir, load_model_dir
-the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, independent of the number
-of processes:
+the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/, for any number of processes:
             state.json, shards.json (global name -> shape, dtype, pieces), model-*.safetensors,
             optim-*.safetensors, rng-*.safetensors and, written last, `complete` (the size of every file).
             save_state, resume, restore
@@ -30,6 +29,7 @@ from torch import Tensor
 import config
 import tokenizer as tokenizers
 from config import UserError
+from data import write_json
 from model import Model, ModelConfig
 
 VERSION = 1                    # of the state's format
@@ -53,15 +53,6 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Replace a JSON file in one go."""
-    beside = path.with_name(f".{path.name}.tmp")
-    with open(beside, "w", encoding="utf-8", newline="\n") as file:
-        json.dump(content, file, indent=1, allow_nan=False)
-    flush(beside)
-    os.replace(beside, path)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -183,9 +174,18 @@ def save_model_dir(model: Model, tokenizer, path: str | Path, dtype: torch.dtype
     """
     Write `model` as a directory that transformers opens: one weight file, or files of at most `shard_size`
     bytes and an index. dtype None keeps the parameters' own. Every weight file carries `step`. Files are
-    replaced one by one, the tokenizer and the config first.
+    replaced one by one, the tokenizer and the config first. UserError where the disk refuses.
     """
     path = Path(path)
+    try:
+        write_model(model, tokenizer, path, dtype, shard_size, step)
+    except OSError as error:
+        raise UserError(f"the model could not be saved to {path}: {error}; what was there before is "
+                        f"intact: make room, then save it again") from None
+
+
+def write_model(model: Model, tokenizer, path: Path, dtype: torch.dtype | None, shard_size: int | None,
+                step: int | None) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().to(dtype or p.dtype) for name, p in model.state_dict().items()}
     if tokenizer is not None:

@@ -309,6 +309,9 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(monkeypatch):
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(UserError, match="No space left on device; what was saved before is intact"):
         save(2)
+    with pytest.raises(UserError, match="model could not be saved to run: No space left on device"):
+        checkpoint.save_model_dir(trained()[0], None, "run")
+    assert not list(Path("run").rglob("*.tmp"))
     assert sorted(os.listdir("run/checkpoints")) == ["00000001"]
     assert checkpoint.newest_state(Path("run"))[0] == good
 
