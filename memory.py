@@ -119,8 +119,8 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
 
     if not fits(1):
         raise UserError(f"one sequence of {cfg.sequence_length} tokens needs about {need(1) / 2**30:.1f} GB "
-                        f"on a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, or "
-                        f"set recompute=layer")
+                        f"on a device of {memory / 2**30:.1f} GB: lower sequence_length or the model size, "
+                        f"or set recompute=layer")
     low, high = 1, limit
     while low < high:                                          # memory grows with micro: bisect
         middle = (low + high + 1) // 2
