@@ -176,8 +176,12 @@ def is_literal(text: str) -> bool:
 
 # ---- where values come from -------------------------------------------------------------------------------
 def load(Config, argv: list[str]):
-    """Config files (*.py) and flags, the later one wins. Raises UserError; --help and --version exit."""
+    """
+    Config files (*.py) and flags, the later one wins. A script whose Config has `command: Literal["train",
+    "encode"]` takes that from the first other word, and needs it. UserError; --help and --version exit.
+    """
     values, given, files, argv = {}, {}, [], list(argv)
+    commands = kinds_of(Config).get("command")
     while argv:
         word = argv.pop(0)
         if word in ("--help", "-h", "--version"):
@@ -191,6 +195,8 @@ def load(Config, argv: list[str]):
             drop_lengths(values, given, {key: value}, lambda origin: not origin.startswith("--"))
             values[key] = value
             given[key] = f"--{key}"
+        elif commands and "command" not in given and fits(word, commands):
+            values["command"], given["command"] = convert(word, commands, text=True), "the command line"
         elif word.endswith(".py"):
             files.append(word)
             assigned = read_file(Config, word)
@@ -201,7 +207,13 @@ def load(Config, argv: list[str]):
             files = (f"{word}.py", os.path.join(HERE, "configs", f"{word}.py"))
             hint = f": did you mean --{word.lstrip('-')}?" if "=" in word else ": write --key=value"
             hint = nearest_file(f"{word}.py") if any(map(os.path.isfile, files)) else hint
+            if commands and "command" not in given:
+                known = describe(commands)
+                raise UserError(f"{word!r} is neither a command ({known}), a flag nor a config file"
+                                f"{did_you_mean(word, known.split(' | ')) or hint}")
             raise UserError(f"{word!r} is neither a flag nor a config file{hint}")
+    if commands and "command" not in given:
+        raise UserError(f"say what to do with the first word: {describe(commands)}")
     return build(Config, values, given, files)
 
 
@@ -285,7 +297,7 @@ def accept(Config, key, value, origin="", text=False):
     except ValueError:
         kind = describe(kinds[key])
         hint = did_you_mean(str(value), kind.split(" | "))
-        raise UserError(f"{origin}{key}={value!r} should be {kind}{hint}") from None
+        raise UserError(f"{origin}{key}={value!r:.80} should be {kind}{hint}") from None
     try:
         check_range(key, value, kinds[key])
     except UserError as error:
@@ -295,7 +307,7 @@ def accept(Config, key, value, origin="", text=False):
 
 def write(cfg, path: str) -> None:
     """What the user set, and out_dir, as a config file: loading it gives an equal config."""
-    keys = [key for key in kinds_of(type(cfg)) if key in cfg.given or key == "out_dir"]
+    keys = [key for key in kinds_of(type(cfg)) if key == "out_dir" or (key in cfg.given and key != "command")]
     with open(path, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{key} = {getattr(cfg, key)!r}\n" for key in keys)
 

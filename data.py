@@ -1,11 +1,11 @@
 """
-Data: records from files, and windows of token ids in an order that any number of machines agrees on.
+Data: windows of token ids, in an order that any number of machines agrees on.
 
 A corpus is a directory that prepare.py wrote: `meta.json` (what the tokens are), the tokenizer, and raw
 token shards (`train-00000.bin`, `val-00000.bin`; uint16 or uint32) with the end-of-text id exactly once
 after each document. The shards of a split are one long stream. Window i of it is tokens[i*T : i*T + T + 1]:
 neighbours share one id, so every token but the first is predicted exactly once. nanoGPT's directories
-(`train.bin`, `val.bin`, bare uint16) work too.
+(`train.bin`, `val.bin`, bare uint16) work too. (Files of text are read by records.py.)
 
     corpus = open_corpus("data/books:0.7,data/code:0.3", sequence_length=512, seed=0)
     for rows in corpus.step(samples=0, micro_batch_size=8, accumulation=2, rank=0, replicas=4):
@@ -14,24 +14,24 @@ neighbours share one id, so every token but the first is predicted exactly once.
 The order has no state. Sample number s (counted from the start of the run, over all replicas) is always
 the same window: which one is computed from (seed, s) by a permutation that takes no memory. A resumed run
 needs to know one number, and replicas, meshes and gradient accumulation can change without changing what
-an optimizer step sees.
+an optimizer step sees. A corpus that was extended consists of segments: an epoch visits them one after the
+other, each in its own order, so that what was trained before the extension stays what it was.
 """
-import difflib
 import functools
 import hashlib
 import json
 import math
 import os
-import sysconfig
-from collections import Counter
+import re
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from config import UserError
+from records import nearest, read_records    # noqa: F401 (read_records is also found here)
 
-FORMAT = 1                     # of meta.json; a reader refuses what it does not know
+FORMAT = 2                     # of meta.json; a reader refuses what it does not know
 
 
 # ---- the order: a permutation without a table -------------------------------------------------------------
@@ -106,13 +106,106 @@ class Stream:
         return total
 
 
+class Shards:
+    """
+    The token files of a split while they are written: <name>-00000.bin, ..., of shard_tokens each. `first`:
+    the number of the first one, where a corpus is extended.
+    """
+
+    def __init__(self, out_dir: str, name: str, tokenizer, shard_tokens: int, first: int = 0):
+        self.out_dir, self.name, self.shard_tokens, self.first = out_dir, name, shard_tokens, first
+        self.eos_id, self.token_lengths = tokenizer.eos_id, tokenizer.token_lengths
+        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        self.tokens = self.documents = self.bytes = 0        # a document is where its end is
+        self.full = []                               # the facts of each shard that is complete
+        self.synced = 0                              # how many of these are on disk for good
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.out_dir, f"{self.name}-{self.first + index:05d}.bin")
+
+    def append(self, ids) -> bool:
+        """Whether a shard became full."""
+        ids, before = ids.astype(self.dtype, copy=False), len(self.full)
+        self.documents += int((ids == self.eos_id).sum())
+        self.bytes += int(self.token_lengths[ids].sum(dtype=np.int64))
+        while len(ids):
+            index, inside = divmod(self.tokens, self.shard_tokens)
+            now, ids = np.split(ids, [self.shard_tokens - inside])
+            with open(self.path(index), "ab") as file:
+                file.write(now.data)
+            self.tokens += len(now)
+            if self.tokens % self.shard_tokens == 0:
+                self.full.append(describe_shard(self.path(index), self.dtype))
+        return len(self.full) > before
+
+    def describe(self, segment: int) -> list[dict]:
+        """The shards, as meta.json lists them."""
+        last = len(self.full)
+        rest = [describe_shard(self.path(last), self.dtype)] if self.tokens % self.shard_tokens else []
+        held = sum(facts["tokens"] for facts in self.full + rest)
+        assert held == self.tokens, f"{self.name}: {held:,} tokens on disk, {self.tokens:,} were written"
+        return [{"file": os.path.basename(self.path(index)), "segment": segment, **facts}
+                for index, facts in enumerate(self.full + rest)]
+
+    def sync(self) -> dict:
+        """All that was appended is on disk; returns what restore() needs."""
+        for index in range(self.synced, len(self.full) + 1):
+            if os.path.exists(path := self.path(index)):
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+        self.synced = len(self.full)
+        return {"tokens": self.tokens, "documents": self.documents, "bytes": self.bytes, "full": self.full}
+
+    def holds(self, state: dict) -> bool:
+        """Whether the files still have at least what sync() returned."""
+        ends = range(0, state["tokens"], self.shard_tokens)
+        sizes = [min(self.shard_tokens, state["tokens"] - start) * self.dtype.itemsize for start in ends]
+        return all(os.path.exists(self.path(index)) and os.path.getsize(self.path(index)) >= size
+                   for index, size in enumerate(sizes))
+
+    def restore(self, state: dict):
+        """Back to what sync() returned: what was appended later goes."""
+        self.documents, self.bytes, self.full = state["documents"], state["bytes"], list(state["full"])
+        self.shorten(state["tokens"])
+
+    def shorten(self, tokens: int):
+        """Drops everything behind the first `tokens` tokens (documents, bytes: the caller's to count)."""
+        self.tokens = tokens
+        index, inside = divmod(tokens, self.shard_tokens)
+        del self.full[index:]
+        self.synced = min(self.synced, index)
+        if inside:
+            os.truncate(self.path(index), inside * self.dtype.itemsize)
+            index += 1
+        # highest first, and whatever stands there: a kill may have left a gap
+        for name in sorted(os.listdir(self.out_dir), reverse=True):
+            number = re.fullmatch(self.name + r"-(\d{5,})\.bin", name)
+            if number and int(number[1]) >= self.first + index:
+                os.remove(os.path.join(self.out_dir, name))
+
+    def blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """The tokens [start, stop), some MB at a time."""
+        while start < stop:
+            index, inside = divmod(start, self.shard_tokens)
+            count = min(stop - start, self.shard_tokens - inside, 2**22)
+            yield np.fromfile(self.path(index), self.dtype, count, offset=inside * self.dtype.itemsize)
+            start += count
+
+
 class Source:
-    """One corpus directory: its two streams, and what its ids mean."""
+    """
+    One corpus directory: its two streams, and what its ids mean. `segments`: training tokens up to the end
+    of each segment; `fingerprints`: a hash of each segment's tokens; `complete`: the text went no further.
+    """
 
     def __init__(self, path: str):
         self.path = path
         if os.path.isfile(os.path.join(path, "meta.json")):
-            self.open_prepared(read_json(os.path.join(path, "meta.json")))
+            try:
+                self.open_prepared(read_json(os.path.join(path, "meta.json")))
+            except (KeyError, TypeError) as error:
+                raise UserError(f"{path}/meta.json is not one of prepare.py's ({error} is missing or wrong): "
+                                f"prepare the corpus again") from None
         elif os.path.isfile(os.path.join(path, "train.bin")):
             self.open_bare()
         else:
@@ -126,10 +219,15 @@ class Source:
                             f"{FORMAT}: prepare the corpus again")
         self.vocab_size, self.eos_id = meta["vocab_size"], meta["eos_id"]
         self.tokenizer_fingerprint = meta["tokenizer"]["fingerprint"]
-        self.train, self.val = (self.open_split(meta[split]["shards"], np.dtype(meta["dtype"]))
-                                for split in ("train", "val"))
-        self.fingerprint = digest([[shard["sha256"] for shard in meta[split]["shards"]]
-                                   for split in ("train", "val")])
+        self.carries_tokenizer = meta["tokenizer"]["portable"]
+        self.complete = meta["complete"]
+        train, val = meta["train"]["shards"], meta["val"]["shards"]
+        self.train, self.val = (self.open_split(shards, np.dtype(meta["dtype"])) for shards in (train, val))
+        number = 1 + max((shard["segment"] for shard in train + val), default=0)
+        self.segments = [sum(shard["tokens"] for shard in train if shard["segment"] <= last)
+                         for last in range(number)]
+        self.fingerprints = [digest([[shard["sha256"] for shard in shards if shard["segment"] == segment]
+                                     for shards in (train, val)]) for segment in range(number)]
 
     def open_split(self, shards: list[dict], dtype) -> Stream:
         for shard in shards:
@@ -150,12 +248,15 @@ class Source:
         facts = [scan(file) for file in files]
         self.vocab_size = 1 + max(f["largest_id"] for f in facts)
         self.eos_id = self.tokenizer_fingerprint = None
+        self.carries_tokenizer = False
         self.train, self.val = (Stream([(file, f["tokens"])], np.uint16) for file, f in zip(files, facts))
-        self.fingerprint = digest([[f["sha256"]] for f in facts])
+        self.complete, self.segments = True, [len(self.train)]
+        self.fingerprints = [digest([[f["sha256"]] for f in facts])]
 
     @functools.cached_property
     def tokenizer(self):
-        if self.tokenizer_fingerprint is None:
+        """None where the ids are those of bare files, or of a Python object that cannot be saved."""
+        if not self.carries_tokenizer:
             return None
         from tokenizer import load_tokenizer
         tokenizer = load_tokenizer(self.path)
@@ -204,29 +305,43 @@ def digest(value) -> str:
 
 
 def read_json(path: str) -> dict:
-    with open(path, encoding="utf-8", newline="\n") as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise UserError(f"{path} is not valid JSON ({error}): delete it and make it again") from None
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            content = json.load(file)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): delete it and make it again") from None
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object: delete it and make it again")
+    return content
 
 
 def write_json(path: str, value) -> None:
     """Whole or not at all: a reader never sees half a file."""
     part = f"{path}.{os.getpid()}.tmp"
-    with open(part, "w", encoding="utf-8", newline="\n") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    try:
+        with open(part, "w", encoding="utf-8", newline="\n") as file:
+            json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        if os.path.exists(part):                     # a full disk needs the place
+            os.remove(part)
+        raise
 
 
 # ---- the corpus -------------------------------------------------------------------------------------------
 def mix_of(spec: str) -> list[tuple[str, float]]:
-    """"a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. A path alone has weight 1, whatever it is spelled like."""
-    if os.path.exists(spec) or ("," not in spec and weight_of(spec)[1] is None):
-        return [(spec, 1.0)]
+    """
+    "a:7,b:3" -> [("a", 0.7), ("b", 0.3)]. What exists under the whole name has weight 1, whatever it is
+    spelled like, and so have several inputs without weights, "a,b": they are one.
+    """
     parts = [weight_of(part.strip()) for part in spec.split(",")]
+    alone = len(parts) == 1 and not os.path.exists(parts[0][0])     # the config of a data set: "org/a:2024"
+    if os.path.exists(spec) or alone or all(weight is None for _, weight in parts):
+        return [(spec, 1.0)]
     for path, weight in parts:
         if not path or weight is None or not 0 < weight < math.inf:
             raise UserError(f"{spec!r} is no path and no mix: write path:weight,path:weight with weights "
@@ -272,12 +387,21 @@ class Corpus:
         self.eos_id = sources[0].eos_id                                    # None for bare .bin files
         self.train_tokens = sum(len(source.train) for source in sources)
         self.val_tokens = sum(len(source.val) for source in sources)
-        self.windows_of = [max(0, len(source.train) - 1) // sequence_length for source in sources]
+        # by source: the first window of each segment, and last the number of windows
+        self.segments_of = [[0] + [max(0, tokens - 1) // sequence_length for tokens in source.segments]
+                            for source in sources]
+        self.windows_of = [segments[-1] for segments in self.segments_of]
         self.windows = sum(self.windows_of)                                # an epoch, in samples
         self.quotas = largest_remainder(weights, BLOCK)
-        self.fingerprint = digest([[source.fingerprint, quota]
-                                   for source, quota in zip(sources, self.quotas)])
+        self.complete = all(source.complete for source in sources)
+        self.fingerprint = [[quota, source.fingerprints] for source, quota in zip(sources, self.quotas)]
         self.refuse_what_does_not_mix()
+
+    def continues(self, fingerprint: list) -> bool:
+        """Whether this is the corpus of that fingerprint, or one that only grew since by more segments."""
+        return len(fingerprint) == len(self.fingerprint) and all(
+            quota == before[0] and segments[:len(before[1])] == before[1]
+            for (quota, segments), before in zip(self.fingerprint, fingerprint))
 
     def refuse_what_does_not_mix(self):
         first = self.sources[0]
@@ -293,6 +417,9 @@ class Corpus:
                                 f"with {source.eos_id}: prepare both with the same tokenizer")
         if len({source.tokenizer_fingerprint for source in self.sources}) > 1:
             for source in self.sources:
+                if not source.carries_tokenizer:
+                    raise UserError(f"{source.path} was made with a tokenizer that it does not hold, a "
+                                    f"Python object: it mixes only with what was made with the same one")
                 if not self.tokenizer.contains(source.tokenizer):
                     raise UserError(f"{source.path} was made with another tokenizer "
                                     f"({source.tokenizer.name}) than the rest ({self.tokenizer.name}): "
@@ -300,7 +427,7 @@ class Corpus:
 
     @functools.cached_property
     def tokenizer(self):
-        """What the ids belong to: in a mix, the one of the largest vocabulary. None for bare .bin files."""
+        """What the ids belong to: in a mix, the one of the largest vocabulary. None: see Source."""
         return max(self.sources, key=lambda source: source.vocab_size).tokenizer
 
     def unigram_entropy(self) -> float:
@@ -345,12 +472,14 @@ class Corpus:
             sources, numbers = mixed_block(self.quotas, self.seed, int(block))
             which[here], number[here] = sources[positions[here]], numbers[positions[here]]
         for source in np.unique(which):
-            available = self.windows_of[source]
-            epochs = number // available
-            for epoch in np.unique(epochs[which == source]):       # each has its own order
-                here = (which == source) & (epochs == epoch)
-                order = self.seed, 2, int(source), int(epoch)
-                window[here] = permute(number[here] % available, available, *order)
+            segments, available = np.array(self.segments_of[source]), self.windows_of[source]
+            epochs, position = np.divmod(number, available)
+            segment = np.searchsorted(segments, position, side="right") - 1
+            for epoch, part in np.unique(np.stack([epochs, segment])[:, which == source], axis=1).T:
+                here = (which == source) & (epochs == epoch) & (segment == part)
+                begin, size = segments[part], int(segments[part + 1] - segments[part])
+                order = self.seed, 2, int(source), int(epoch), int(part)       # each has its own order
+                window[here] = begin + permute(position[here] - begin, size, *order)
         return which, window
 
     def step(self, samples: int, micro_batch_size: int, accumulation: int, rank: int, replicas: int
@@ -407,155 +536,3 @@ def documents(ids: torch.Tensor, eos_id: int) -> torch.Tensor:
     """The document of each token of ids [B, T], numbered from 0 in each row; eos is its document's last."""
     ends = (ids == eos_id).long()
     return ends.cumsum(1) - ends
-
-
-# ---- records ----------------------------------------------------------------------------------------------
-SUFFIXES = (".txt", ".md", ".jsonl")
-NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-
-
-def read_records(source: str, document_separator: str | None = None) -> "Records":
-    """
-    The records (dicts) of a .txt, .md or .jsonl file, of a directory of them (recursive, sorted, hidden
-    files skipped), or of "stdlib", the sources of the running Python. A text file is one record
-    {"text": ...}, or one between each two separators; a line of jsonl is one. What cannot be read is left
-    out and counted.
-    """
-    return Records(source, document_separator)
-
-
-class Records:
-    """
-    Iterable, as often as needed. Meanwhile and afterwards: `bytes_read` (of `total_bytes`); `left_out` and
-    `noted`, how many by reason; `example`, where a reason was first met; `where`, the place of the record.
-    """
-
-    def __init__(self, source: str, document_separator: str | None):
-        self.separator = document_separator.encode() if document_separator else None
-        self.files, self.other_files = find_files(source)
-        self.sizes = {path: os.path.getsize(path) for path in self.files}
-        self.total_bytes = sum(self.sizes.values())
-        self.start()
-
-    def start(self):
-        self.left_out, self.noted, self.example = Counter(self.other_files), Counter(), {}
-        self.bytes_read, self.path, self.line = 0, "", 0
-
-    @property
-    def where(self) -> str:
-        return f"{self.path} line {self.line}" if self.line else self.path
-
-    def leave_out(self, reason: str, detail: str = ""):
-        self.left_out[reason] += 1
-        self.example.setdefault(reason, self.where + detail)
-
-    def note(self, what: str):
-        self.noted[what] += 1
-        self.example.setdefault(what, self.where)
-
-    def __iter__(self) -> Iterator[dict]:
-        self.start()
-        for self.path in self.files:
-            self.line, end = 0, self.bytes_read + self.sizes[self.path]
-            try:
-                with open(self.path, "rb") as file:
-                    yield from self.lines(file) if self.path.lower().endswith(".jsonl") else self.texts(file)
-            except OSError as error:
-                self.leave_out("unreadable file", f" ({error.strerror})")
-            self.bytes_read = end
-
-    def lines(self, file):
-        for self.line, raw in enumerate(file, 1):
-            self.bytes_read += len(raw)
-            text = self.decode(raw, first=self.line == 1)
-            if text is None:
-                continue
-            if not text.strip():
-                self.leave_out("empty line")
-                continue
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError):
-                self.leave_out("broken JSON line")
-                continue
-            if isinstance(record, dict):
-                yield record
-            else:
-                self.leave_out("JSON line that is no object")
-
-    def texts(self, file):
-        for number, raw in enumerate(split_file(file, self.separator)):
-            self.bytes_read += len(raw)
-            text = self.decode(raw, first=number == 0)
-            if text is not None:
-                yield {"text": text}
-
-    def decode(self, raw: bytes, first: bool) -> str | None:
-        if first and raw.startswith(b"\xef\xbb\xbf"):
-            self.note("byte order mark (removed)")
-            raw = raw[3:]
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            self.leave_out("not UTF-8", f", byte {error.start:,}")
-
-
-def split_file(file, separator: bytes | None) -> Iterator[bytes]:
-    """The parts of a binary file between separators, one at a time. Mere space after the last is no part."""
-    if not separator:
-        yield file.read()
-        return
-    held, parts = bytearray(), 0
-    while block := file.read(2**20):
-        seen = max(0, len(held) - len(separator) + 1)      # what came before holds no separator
-        held += block
-        while (at := held.find(separator, seen)) >= 0:
-            yield bytes(held[:at])
-            del held[:at + len(separator)]
-            seen, parts = 0, parts + 1
-    if not parts or held.strip():
-        yield bytes(held)
-
-
-def find_files(source: str) -> tuple[list[str], Counter]:
-    """The files to read, in an order that depends on their names alone, and how many others were there."""
-    if source == "stdlib":
-        top, suffixes, skipped = sysconfig.get_paths()["stdlib"], (".py",), NOT_LIBRARY
-    elif os.path.isdir(source):
-        top, suffixes, skipped = source, SUFFIXES, ()
-    elif not os.path.isfile(source):
-        raise UserError(f"{source} does not exist{nearest(source)}")
-    elif not source.lower().endswith(SUFFIXES):
-        raise UserError(f"{source} is in none of the formats that are read here: {', '.join(SUFFIXES)}")
-    else:
-        return [source], Counter()
-    found, other = [], Counter()
-    seen = set()
-
-    def unreadable(error):
-        other["folder that cannot be read"] += 1
-
-    for folder, folders, names in os.walk(top, followlinks=True, onerror=unreadable):
-        if os.path.realpath(folder) in seen:                           # a link that leads back
-            other["folder that was read already (a link)"] += 1
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(folder))
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith((".", "__py"))]
-        for name in names:
-            path = os.path.join(folder, name)
-            if name.lower().endswith(suffixes) and not name.startswith(".") and os.path.isfile(path):
-                found.append(path)
-            elif source != "stdlib" and not name.startswith("."):
-                other[f"file of another format ({os.path.splitext(name)[1] or 'no suffix'})"] += 1
-    return sorted(found, key=lambda path: os.path.relpath(path, top).split(os.sep)), other
-
-
-def nearest(path: str) -> str:
-    """What stands near a path that does not exist, for its error message."""
-    folder = os.path.dirname(path) or "."
-    while not os.path.isdir(folder):
-        path, folder = folder, os.path.dirname(folder) or "."
-    names = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=3)
-    near = ", ".join(os.path.normpath(os.path.join(folder, name)) for name in names)
-    return f" (near it: {near})" if near else ""

@@ -4,37 +4,54 @@ Any text -> token shards, the form that train.py reads.
     python prepare.py --data=stdlib                         the sources of this Python: the built-in corpus
     python prepare.py --data=book.txt --out_dir=data/book --val_fraction=0.1
     python prepare.py --data=stories.jsonl --tokenizer=gpt2 --workers=8
+    python prepare.py --data='src/**/*.py,docs' --dedup     a folder of code and one of texts
+    python prepare.py --data=dumps/ --text_key=body         .csv, .jsonl.zst, .parquet, ...: see records.py
+    python prepare.py --data=org/name:config --max_tokens=100M    a Hugging Face data set, streamed
+    zcat dump.gz | python prepare.py --data=- --out_dir=data/dump
     python prepare.py --data=stories.txt --document_separator='\\n<|endoftext|>\\n'
+    python prepare.py --data=stories.jsonl --train_tokenizer=8192 --out_dir=out/tokenizer
+    python prepare.py --inspect=data/book                   what is in there, and is it intact?
 
---data is a .txt, .md or .jsonl file, or a directory of them. A text file is one document (or one between
-each two separators), a line {"text": ...} of jsonl is one. Each is followed by the tokenizer's end-of-text
-id; text that spells a special token stays text. Which documents are for validation is decided by a hash of
-their text, so it does not change when others are added, removed or reordered.
+On several machines, each makes a part (the task number of a SLURM array, say), then one merges them into
+the corpus that a single machine would have made:
+
+    python prepare.py --data=dumps/ --tokenizer=gpt2 --out_dir=data/dump --part=3/16
+    python prepare.py --out_dir=data/dump --merge
+
+Each document is followed by the tokenizer's end-of-text id; text that spells a special token stays text.
+Which documents are for validation is decided by a hash of their text, so it does not change when others
+are added, removed or reordered.
 
 Nothing is trained on that was not text: documents that are empty, not UTF-8, or hold NUL characters are left
 out and counted. A byte order mark is removed, CRLF line ends are kept as they are; both are counted.
 
 The result depends on the input and the options, not on --workers. A killed run goes on where it was when
-the same command is given again, and meta.json is written last: where it stands, the corpus is complete.
-Memory: a few MB per worker and the longest document.
+the same command is given again, and meta.json is written last: where it stands, the corpus is complete. One
+that --max_tokens has cut short is extended by a higher one. Memory: a few MB per worker and the longest
+document, where that is no text file of its own (and --dedup: about 100 bytes per document; a stretch of
+text without any place to cut, as of spaces or ideographs alone: about 60 bytes per character).
 
 train.py --data=stories.jsonl does all this by itself, into data/stories-<key>, like this script without
 --out_dir.
 """
 import contextlib
+import errno
+import glob
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import platform
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -44,9 +61,9 @@ import numpy as np
 import config
 import launch
 from config import UserError
-from data import (FORMAT, Records, describe_shard, digest, find_files, mix_of, nearest, read_json,
-                  read_records, write_json)
-from tokenizer import Tokenizer, load_tokenizer, parts, train_bpe
+from data import BLOCK, FORMAT, Shards, Source, describe_shard, digest, mix_of, read_json, write_json
+from records import LargeText, Records, read_records, spool_stdin
+from tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 CHUNK = 2**19                  # characters that a worker encodes at a time
 BPE_SAMPLE = 8_000_000         # bytes to learn a vocabulary from: it hardly changes with more
@@ -58,142 +75,225 @@ UNFINISHED, LOCK = "unfinished.json", ".lock"
 
 @dataclass
 class Config:
-    data: str = ""                           # .txt, .md or .jsonl file, a directory of them, or "stdlib"
+    # what to read
+    data: str = ""                           # files, folders, patterns (a,b), "stdlib", "-", or a data set id
+    text_key: str = "text"                   # the key or column that holds the text
+    split: str = "train"                     # of a Hugging Face data set
+    document_separator: str | None = None    # divides a text file into documents; \n and \t are understood
+    dedup: bool = False                      # leave out documents that are equal to an earlier one
+    max_documents: int | None = None         # stop after so many
+    max_tokens: int | None = None            # stop at so many, training and validation; more extend it later
+    # what to make of it
     out_dir: str | None = None               # None = data/<name>-<key>, where train.py looks for it
     tokenizer: str = "auto"                  # "auto" = a BPE trained on the text; or "byte", "gpt2", a path
     val_fraction: float = 0.01               # of the documents, for validation; 0 = none
-    document_separator: str | None = None    # divides a text file into documents; \n and \t are understood
-    text_key: str = "text"                   # of jsonl
     shard_tokens: int = 100_000_000          # tokens in a file
+    # how
     workers: int | None = None               # processes that encode; None = one per CPU core
+    part: str | None = None                  # "3/16": read only the third of 16 slices (needs a tokenizer)
+    # something else instead
+    merge: bool = False                      # make one corpus of the parts in out_dir
+    train_tokenizer: int | None = None       # only train a BPE with so many entries, into out_dir
+    inspect: str | None = None               # a corpus to look into and to check
 
 
-OPTIONS = ("val_fraction", "document_separator", "text_key", "shard_tokens")     # what changes the result
+# what changes the result
+OPTIONS = ("text_key", "split", "document_separator", "dedup", "max_documents", "val_fraction",
+           "shard_tokens")
 
 
-def main(cfg: Config) -> dict:
+def main(cfg: Config) -> dict | None:
+    if cfg.inspect:
+        return inspect(cfg.inspect)
+    if cfg.merge:
+        if not cfg.out_dir:
+            raise UserError("--merge needs the --out_dir that the parts were made for")
+        return merge(cfg.out_dir)
     if not cfg.data:
         raise UserError("--data is missing: python prepare.py --data=my.jsonl, or --data=stdlib")
     options = {key: getattr(cfg, key) for key in OPTIONS}
     if cfg.document_separator:
         options["document_separator"] = cfg.document_separator.replace("\\n", "\n").replace("\\t", "\t")
+    if cfg.train_tokenizer:
+        return only_tokenizer(cfg.data, cfg.train_tokenizer, cfg.out_dir, options)
+    if cfg.out_dir is None and (cfg.part or cfg.data == "-"):
+        raise UserError(f"{'--part' if cfg.part else '--data=-'} needs an --out_dir")
     out_dir = cfg.out_dir or target(cfg.data, cfg.tokenizer, options)
     try:
-        return prepare(cfg.data, out_dir, cfg.tokenizer, workers=cfg.workers or cores(), **options)
+        return prepare(cfg.data, out_dir, cfg.tokenizer, max_tokens=cfg.max_tokens, part=cfg.part,
+                       workers=cfg.workers or launch.available_cores(), **options)
     except KeyboardInterrupt:
         print(f"stopped: the same command goes on with {out_dir}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def prepare(source: str, out_dir: str, tokenizer="auto", val_fraction: float = Config.val_fraction,
-            workers: int | None = None, document_separator: str | None = Config.document_separator,
-            text_key: str = Config.text_key, shard_tokens: int = Config.shard_tokens,
-            say: Callable[[str], object] = print) -> dict:
+def prepare(source: str | Iterable, out_dir: str, tokenizer="auto", *, max_tokens: int | None = None,
+            part: str | None = None, workers: int | None = None, say: Callable[[str], object] = print,
+            content: str | None = None, **options) -> dict:
     """
     Tokenizes `source` into the corpus directory `out_dir` and returns the content of its meta.json; at once
-    when it has been done before. `tokenizer`: "auto", or what load_tokenizer takes. UserError: bad input.
+    when it has been done before. `source`: what read_records takes. `tokenizer`: "auto", or what
+    load_tokenizer takes. `content`: what tells the source from another, instead of its path and time.
+    `options`: those of OPTIONS, by name. UserError: bad input.
     """
-    options = {"val_fraction": val_fraction, "document_separator": document_separator, "text_key": text_key,
-               "shard_tokens": shard_tokens}
+    options = with_defaults(options)
     tokenizer = tokenizer if tokenizer == "auto" else load_tokenizer(tokenizer)
-    key, began = key_of(source, tokenizer, options), time.monotonic()
-    if meta := finished(out_dir, key):
+    if source == "-":
+        with spooled(out_dir, say) as (file, content):
+            return prepare(file, out_dir, tokenizer, max_tokens=max_tokens, part=part, workers=workers,
+                           say=say, content=content, **options)
+    records = open_records(source, options)
+    title = "standard input" if content else source if isinstance(source, str) else records.name
+    title = title.encode(errors="backslashreplace").decode()
+    key, began = key_of(content or records.identity(), tokenizer, options), time.monotonic()
+    if part:
+        part = slice_of(part, tokenizer, options, max_tokens)
+        if meta := finished(out_dir, key):
+            say(f"{out_dir} is there already, merged from all parts")
+            return meta
+        records = open_records(source, options, part)
+        out_dir = os.path.join(out_dir, "part-{:05d}-of-{:05d}".format(*part))
+    if (meta := finished(out_dir, key, max_tokens)) and reaches(meta, max_tokens):
         say(f"{out_dir} is there already, made from the same input with the same options")
         return meta
-    texts = Texts(read_records(source, document_separator), text_key, val_fraction)
-    if next(iter(texts), None) is None:
-        found = tally(texts.records, texts.records.left_out) or "no file to read"
-        raise UserError(f"{source} holds no document to train on: {found}")
-    make_directory(out_dir)
-    with exclusive(out_dir, say):
-        if meta := finished(out_dir, key):           # by the process that we waited for
-            return meta
-        journal = open_journal(out_dir, key, source)
+    texts = Texts(records, options)
+    if not part and next(iter(texts), None) is None:
+        found = tally(records, records.left_out) or "no file to read"
+        raise UserError(f"{title} holds no document to train on: {found}")
+    with writing(out_dir), exclusive(out_dir, say):
+        if (meta := finished(out_dir, key, max_tokens)) and reaches(meta, max_tokens):
+            return meta                              # by the process that we waited for
+        journal = open_journal(out_dir, key, title, meta)
         tokenizer = choose_tokenizer(tokenizer, texts, out_dir, journal, say)
-        train, val = (Shards(out_dir, name, tokenizer, shard_tokens) for name in ("train", "val"))
-        encode_all(texts, tokenizer, [train, val], out_dir, journal, workers, say)
-        balance(train, val, tokenizer, val_fraction, say)
-        meta = {"format": FORMAT, "key": key, "source": source, "options": options,
-                "tokenizer": journal["tokenizer"], "vocab_size": tokenizer.vocab_size,
-                "eos_id": tokenizer.eos_id, "dtype": train.dtype.name, "documents": texts.documents,
-                "bytes": texts.bytes, "tokens": train.tokens + val.tokens, "train": train.describe(),
-                "val": val.describe(), "left_out": dict(texts.records.left_out),
-                "noted": dict(texts.records.noted)}
-        write_json(os.path.join(out_dir, "meta.json"), meta)
-        for rest in (UNFINISHED, LOCK):
-            with contextlib.suppress(OSError):       # Windows keeps a file that is open
-                os.remove(os.path.join(out_dir, rest))
-    say(summary(out_dir, meta, texts.records, time.monotonic() - began))
+        train, val = (Shards(out_dir, name, tokenizer, options["shard_tokens"],
+                             first=len(meta[name]["shards"]) if meta else 0) for name in ("train", "val"))
+        room = None if max_tokens is None else max_tokens - (meta["tokens"] if meta else 0)
+        complete, found = encode_all(texts, tokenizer, [train, val], out_dir, journal, room, workers, say)
+        torn = [split.name for split in (train, val) if split.name in journal["torn"] and not split.tokens]
+        if not part and not (meta and meta["tokens"]):
+            torn = balance(train, val, tokenizer, options["val_fraction"], say)
+        found |= {"complete": complete, "part": part, "cursor": None if complete else journal["cursor"],
+                  "torn": [] if complete else torn}
+        made = {"key": key, "source": title, "options": options, "tokenizer": journal["tokenizer"]}
+        meta = meta_of(made, tokenizer, [train, val], found, before=meta)
+        publish(out_dir, meta)
+    say(summary(out_dir, meta, records, time.monotonic() - began))
     return meta
+
+
+def with_defaults(options: dict) -> dict:
+    cfg = config.make(Config, options)               # checks them
+    return {key: getattr(cfg, key) for key in OPTIONS}
+
+
+def open_records(source, options: dict, part: tuple | None = None) -> Records:
+    return read_records(source, options["document_separator"], split=options["split"],
+                        columns=[options["text_key"]], part=part, lazy=True)
 
 
 # ---- documents --------------------------------------------------------------------------------------------
 class Texts:
     """The documents of some records, checked and counted; iterate as often as needed, counts start anew."""
 
-    def __init__(self, records: Records, text_key: str, val_fraction: float):
-        self.records, self.text_key, self.val_fraction = records, text_key, val_fraction
+    def __init__(self, records: Records, options: dict):
+        self.records, self.options = records, options
 
-    def __iter__(self) -> Iterator[tuple[str, bool]]:
+    def __iter__(self) -> Iterator[tuple[str | LargeText, bool]]:
         """(text, whether it is for validation)"""
-        self.documents = self.bytes = 0
+        key, documents, seen = self.options["text_key"], 0, set()
         for record in self.records:
-            raw = self.check(record)
-            if raw is not None:
-                self.documents, self.bytes = self.documents + 1, self.bytes + len(raw)
-                place = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big") / 2**64
-                del raw                              # a long document is enough once
-                yield record[self.text_key], place < self.val_fraction
+            if documents == self.options["max_documents"]:
+                return
+            place = self.check(record, seen)
+            if place is not None:
+                documents += 1
+                yield record[key], place < self.options["val_fraction"]
 
-    def check(self, record: dict) -> bytes | None:
-        """The text in UTF-8; None, and a count under its reason, for what is no text."""
-        records, text = self.records, record.get(self.text_key)
-        if self.text_key not in record:
-            return records.leave_out(f"without the key {self.text_key!r}",
-                                     f" has {', '.join(record) or 'no keys'}")
-        if not isinstance(text, str):
-            return records.leave_out(f"{self.text_key!r} is not a text", f" has {json.dumps(text)[:40]}")
-        if not text or text.isspace():
-            return records.leave_out("empty document")
-        if "\0" in text:
-            return records.leave_out("NUL characters (not a text)")
+    def check(self, record: dict, seen: set) -> float | None:
+        """
+        A hash of the text as a number in [0, 1), which decides its split; None, and a count under its
+        reason, for what is no text or was `seen` before.
+        """
+        records, key = self.records, self.options["text_key"]
+        if key not in record:
+            return records.leave_out(f"without the key {key!r}", f" has {', '.join(record) or 'no keys'}")
+        text = record[key]
+        if not isinstance(text, (str, LargeText)):
+            shown = json.dumps(text, default=str)[:40]
+            return records.leave_out(f"{key!r} is not a text", f" has {shown}")
+        place, whole = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
+        blank, dos = True, False
         try:
-            raw = text.encode()
+            for piece in [text] if isinstance(text, str) else text.pieces():
+                if "\0" in piece:
+                    return records.leave_out("NUL characters (not a text)")
+                raw = piece.encode()
+                place.update(raw)
+                if self.options["dedup"]:
+                    whole.update(raw)
+                blank, dos = blank and (not piece or piece.isspace()), dos or "\r\n" in piece
         except UnicodeEncodeError:                   # no character, and UTF-8 has no bytes for it
             return records.leave_out("half a surrogate pair")
-        if "\r\n" in text:
+        except (UnicodeDecodeError, OSError) as error:
+            return records.give_up(error)
+        if blank:
+            return records.leave_out("empty document")
+        if self.options["dedup"]:
+            if whole.digest() in seen:
+                return records.leave_out("copy of an earlier document")
+            seen.add(whole.digest())
+        if dos:
             records.note("CRLF line ends (kept)")
-        return raw
+        return int.from_bytes(place.digest(), "big") / 2**64
 
 
-def chunks(texts: Texts, tokenizer: Tokenizer) -> Iterator[tuple[list, int]]:
+@dataclass
+class Chunk:
+    """What a worker encodes at a time, about CHUNK characters."""
+    parts: list                # (part of a document, for validation?, does the document end here?)
+    read: int                  # bytes of input up to here
+    left_out: dict             # and what was met in them
+    noted: dict
+
+
+def chunks(texts: Texts, tokenizer: Tokenizer) -> Iterator[Chunk]:
     """
-    ([(part of a document, for validation?, does the document end here?), ...], bytes of input read so far):
-    what a worker encodes at a time, about CHUNK characters. Long documents are cut where their ids cannot
-    change, so that one large file keeps every worker busy.
+    Long documents are cut where their ids cannot change, so that one large file keeps every worker busy.
+    Where the chunks end depends on nothing but the documents.
     """
-    chunk, characters, before = [], 0, 0
+    records, chunk, characters, before = texts.records, [], 0, 0
+
+    def ready(read):
+        return Chunk(chunk, read, dict(records.left_out), dict(records.noted))
+
     for text, val in texts:
-        read = texts.records.bytes_read - before     # by this document
-        if tokenizer.normalize(text) != text:
-            texts.records.note("changed by the tokenizer's normalisation")
-        left = len(text)
-        for part in parts(text):
-            left -= len(part)
-            chunk.append((part, val, left == 0))
+        inside = before
+        for part, ends in parts_of(text, tokenizer):
+            chunk.append((part, val, ends))
             characters += len(part) + 1
+            inside += len(part)
             if characters >= CHUNK:
-                yield chunk, before + read * (len(text) - left) // len(text)
+                yield ready(min(inside, records.bytes_read if isinstance(text, str) else before + text.size))
                 chunk, characters = [], 0
-        before += read
-    yield chunk, texts.records.bytes_read
+        before = records.bytes_read
+    yield ready(records.bytes_read)
+
+
+def parts_of(text: str | LargeText, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
+    """(part, whether it is the last): parts whose ids, one after another, are those of the whole text."""
+    held, coming = "", []
+    for piece in [text] if isinstance(text, str) else text.pieces():
+        coming.append(piece)
+        if sum(map(len, coming)) >= len(held):       # a text without a place to cut is not copied each time
+            *done, held = tokenizer.parts("".join([held, *coming]))
+            yield from ((part, False) for part in done)
+            coming = []
+    *done, held = tokenizer.parts("".join([held, *coming]))
+    yield from ((part, False) for part in done)
+    yield held, True
 
 
 # ---- encoding ---------------------------------------------------------------------------------------------
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def adopt(tokenizer):
     """Runs first in each worker, which ends with its parent, even a killed one, and leaves Ctrl-C to it."""
     global worker_tokenizer                          # too large to be sent with every chunk
@@ -203,156 +303,126 @@ def adopt(tokenizer):
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def encode(chunk: list, tokenizer=None) -> list[np.ndarray]:
-    """The ids of a chunk: [for training, for validation]."""
+def encode(chunk: list, tokenizer=None) -> tuple[np.ndarray, list[int], list[bool]]:
+    """
+    The ids of some parts of documents, one after another; of each part, how many it has and whether the
+    tokenizer's normalisation changes it.
+    """
     tokenizer = tokenizer or worker_tokenizer
-    ids = [[np.zeros(0, np.uint16)], [np.zeros(0, np.uint16)]]
-    for text, val, ends in chunk:
-        ids[val].append(tokenizer.encode_array(text))
+    ids, lengths, changed = [np.zeros(0, np.uint16)], [], []
+    end = np.array([tokenizer.eos_id], np.uint32)
+    for text, _, ends in chunk:
+        ids.append(tokenizer.encode_array(text))
+        lengths.append(len(ids[-1]) + ends)
+        changed.append(tokenizer.normalize(text) != text)
         if ends:
-            ids[val].append(np.array([tokenizer.eos_id], ids[val][-1].dtype))
-    return [np.concatenate(parts) for parts in ids]
+            ids.append(end.astype(ids[-1].dtype))
+    return np.concatenate(ids), lengths, changed
 
 
-def encoded(wanted: Iterator[tuple[list, int]], tokenizer, workers: int) -> Iterator[tuple[list, int]]:
-    """(ids of a chunk, bytes read) in the order of the chunks; with several workers, a few chunks ahead."""
+def encoded(wanted: Iterable[Chunk], tokenizer, workers: int) -> Iterator[tuple]:
+    """(what encode() makes of it, chunk) in the order of the chunks; with several workers, a few ahead."""
     if workers == 1:
-        yield from ((encode(chunk, tokenizer), read) for chunk, read in wanted)
+        yield from ((encode(chunk.parts, tokenizer), chunk) for chunk in wanted)
         return
     # Linux forks, which takes milliseconds and works in a notebook; elsewhere the script is imported again.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(workers, context, adopt, (tokenizer,)) as pool:
         ahead = deque()
-        for chunk, read in wanted:
-            ahead.append((pool.submit(encode, chunk), read))
+        for chunk in wanted:
+            ahead.append((pool.submit(encode, chunk.parts), chunk))
             if len(ahead) > 2 * workers:
-                future, read = ahead.popleft()
-                yield future.result(), read
-        for future, read in ahead:
-            yield future.result(), read
+                future, chunk = ahead.popleft()
+                yield future.result(), chunk
+        for future, chunk in ahead:
+            yield future.result(), chunk
 
 
-def encode_all(texts: Texts, tokenizer, splits: list, out_dir: str, journal: dict, workers: int | None, say):
-    """Writes the shards. The journal counts the chunks that are on disk; a second start skips those."""
+def encode_all(texts: Texts, tokenizer, splits: list, out_dir: str, journal: dict, room: int | None,
+               workers: int | None, say) -> tuple[bool, dict]:
+    """
+    Writes the shards, with at most `room` tokens. The journal says which chunks are on disk, and how many
+    tokens of the next one; a second start skips those. Returns whether the text ended first, and what was
+    left out and noted on the way.
+    """
     if not all(split.holds(journal["splits"][split.name]) for split in splits):
-        journal.update(chunks=0, splits=NOTHING)     # killed while the splits were balanced
+        journal.update(cursor=journal["began"], splits=NOTHING)     # killed while the splits were balanced
     for split in splits:
         split.restore(journal["splits"][split.name])
-    done, saved = journal["chunks"], time.monotonic()
-    if done:
-        say(f"going on with {out_dir} after {sum(split.tokens for split in splits):,} tokens")
-    if texts.records.total_bytes < 2 * CHUNK:
+    tokens, saved = sum(split.tokens for split in splits), time.monotonic()
+    if room is not None and tokens > room:
+        raise UserError(f"{out_dir} holds {tokens - room:,} tokens more than max_tokens already, of a run "
+                        f"that was stopped: give a larger one, or delete {out_dir}")
+    if room == 0:
+        return False, {"left_out": {}, "noted": {}}
+    if tokens:
+        say(f"going on with {out_dir} after {tokens:,} tokens")
+    total, size = texts.records.total_bytes, texts.records.text_bytes
+    if size is not None and size < 2 * CHUNK:
         workers = 1
     elif workers is None:                            # without fork, only a guarded __main__ can have workers
-        workers = cores() if sys.platform == "linux" else 1
-    wanted = itertools.islice(chunks(texts, tokenizer), done, None)
-    progress = Progress(texts.records.total_bytes)
+        workers = launch.available_cores() if sys.platform == "linux" else 1
+    for split in splits:
+        if split.name in journal["torn"] and not split.tokens and tokens != room:      # each half has its end
+            split.append(np.array([tokenizer.eos_id]))
+            tokens += 1
+    progress, complete, found = Progress(total, room), True, None
+    wanted = itertools.islice(chunks(texts, tokenizer), journal["cursor"]["chunks"], None)
     try:
-        for ids, read in encoded(wanted, tokenizer, workers):
-            full = [split.append(more) for split, more in zip(splits, ids)]
-            done += 1
-            progress.show(read, sum(split.tokens for split in splits))
-            if any(full) or time.monotonic() - saved > 5:
-                save_journal(out_dir, journal, done, splits)
-                saved = time.monotonic()
+        with contextlib.closing(encoded(wanted, tokenizer, workers)) as results:
+            for (ids, lengths, changed), chunk in results:
+                taken, found = journal["cursor"]["tokens"], chunk
+                val = np.repeat(np.array([val for _, val, _ in chunk.parts], bool), lengths)[taken:]
+                ids = ids[taken:]
+                complete = room is None or len(ids) <= room - tokens
+                if not complete:
+                    ids, val = ids[:room - tokens], val[:room - tokens]
+                full = [split.append(ids[val == which]) for which, split in enumerate(splits)]
+                tokens += len(ids)
+                journal["cursor"] = advance(journal["cursor"], chunk, changed) if complete else {
+                    **journal["cursor"], "tokens": taken + len(ids)}
+                progress.show(chunk.read, tokens)
+                if any(full) or time.monotonic() - saved > 5:
+                    save_journal(out_dir, journal, splits)
+                    saved = time.monotonic()
+                if not complete:
+                    break
     except BrokenProcessPool:
         raise UserError(f"a worker process was killed, probably for want of memory: give the same command "
                         f"with less than --workers={workers}; what is done is kept in {out_dir}") from None
     finally:
         progress.clear()
-    save_journal(out_dir, journal, done, splits)
+    save_journal(out_dir, journal, splits)
+    found = texts.records if complete else found
+    changed = {"changed by the tokenizer's normalisation": journal["cursor"]["changed"]}
+    return complete, {"left_out": dict(found.left_out), "noted": {**found.noted, **changed} if all(
+        changed.values()) else dict(found.noted)}
 
 
-class Shards:
-    """The token files of a split while they are written: <name>-00000.bin, ..., of shard_tokens each."""
-
-    def __init__(self, out_dir: str, name: str, tokenizer, shard_tokens: int):
-        self.out_dir, self.name, self.shard_tokens = out_dir, name, shard_tokens
-        self.eos_id = tokenizer.eos_id
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-        self.tokens = self.documents = 0             # a document is where its end is
-        self.full = []                               # the facts of each shard that is complete
-
-    def path(self, index: int) -> str:
-        return os.path.join(self.out_dir, f"{self.name}-{index:05d}.bin")
-
-    def append(self, ids) -> bool:
-        """Whether a shard became full."""
-        ids, before = ids.astype(self.dtype, copy=False), len(self.full)
-        self.documents += int((ids == self.eos_id).sum())
-        while len(ids):
-            index, inside = divmod(self.tokens, self.shard_tokens)
-            now, ids = np.split(ids, [self.shard_tokens - inside])
-            with open(self.path(index), "ab") as file:
-                now.tofile(file)
-            self.tokens += len(now)
-            if self.tokens % self.shard_tokens == 0:
-                self.full.append(describe_shard(self.path(index), self.dtype))
-        return len(self.full) > before
-
-    def describe(self) -> dict:
-        """This split's part of meta.json."""
-        last = len(self.full)
-        rest = [describe_shard(self.path(last), self.dtype)] if self.tokens % self.shard_tokens else []
-        held = sum(facts["tokens"] for facts in self.full + rest)
-        assert held == self.tokens, f"{self.name}: {held:,} tokens on disk, {self.tokens:,} were written"
-        return {"documents": self.documents, "tokens": self.tokens,
-                "shards": [{"file": os.path.basename(self.path(index)), **facts}
-                           for index, facts in enumerate(self.full + rest)]}
-
-    def sync(self) -> dict:
-        """All that was appended is on disk; returns what restore() needs."""
-        if os.path.exists(last := self.path(len(self.full))):
-            with open(last, "rb+") as file:
-                os.fsync(file.fileno())
-        return {"tokens": self.tokens, "documents": self.documents, "full": self.full}
-
-    def holds(self, state: dict) -> bool:
-        """Whether the files still have at least what sync() returned."""
-        ends = range(0, state["tokens"], self.shard_tokens)
-        sizes = [min(self.shard_tokens, state["tokens"] - start) * self.dtype.itemsize for start in ends]
-        return all(os.path.exists(self.path(index)) and os.path.getsize(self.path(index)) >= size
-                   for index, size in enumerate(sizes))
-
-    def restore(self, state: dict):
-        """Back to what sync() returned: what was appended later goes."""
-        self.documents, self.full = state["documents"], list(state["full"])
-        self.shorten(state["tokens"])
-
-    def shorten(self, tokens: int):
-        """Drops everything behind the first `tokens` tokens."""
-        self.tokens = tokens
-        index, inside = divmod(tokens, self.shard_tokens)
-        del self.full[index:]
-        if inside:
-            os.truncate(self.path(index), inside * self.dtype.itemsize)
-            index += 1
-        # highest first, and whatever stands there: a kill may have left a gap
-        for name in sorted(os.listdir(self.out_dir), reverse=True):
-            if re.fullmatch(self.name + r"-\d{5,}\.bin", name) and int(name[len(self.name) + 1:-4]) >= index:
-                os.remove(os.path.join(self.out_dir, name))
-
-    def blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The tokens [start, stop), some MB at a time."""
-        while start < stop:
-            index, inside = divmod(start, self.shard_tokens)
-            count = min(stop - start, self.shard_tokens - inside, 2**22)
-            yield np.fromfile(self.path(index), self.dtype, count, offset=inside * self.dtype.itemsize)
-            start += count
+def advance(cursor: dict, chunk: Chunk, changed: list[bool]) -> dict:
+    """The cursor behind a chunk; it counts the documents that normalisation changed, in whatever part."""
+    count, inside = cursor["changed"], cursor["inside"]
+    for (_, _, ends), here in zip(chunk.parts, changed):
+        inside |= here
+        if ends:
+            count, inside = count + inside, False
+    return {"chunks": cursor["chunks"] + 1, "tokens": 0, "changed": count, "inside": inside}
 
 
-def balance(train: Shards, val: Shards, tokenizer, val_fraction: float, say):
+def balance(train: Shards, val: Shards, tokenizer, val_fraction: float, say) -> list[str]:
     """
     The hash shares out whole documents, but there may be few, or one that outweighs the rest: a single book
     is either here or there. Where validation got less than half of its share or not one window, or training
-    less than half of everything, the line is drawn by tokens: of training and then validation, the last ones
-    are for validation, and the document on the line is cut in two.
+    less than half of its own, the line is drawn by tokens: of training and then validation, the last ones
+    are for validation, and the document on the line is cut in two. Returns the names of the splits that end
+    inside a document because of it.
     """
-    total, documents = train.tokens + val.tokens, train.documents + val.documents
+    total = train.tokens + val.tokens
+    documents, size = train.documents + val.documents, train.bytes + val.bytes
     share = round(val_fraction * total)
     least = max(share // 2, min(WINDOW, total // 20))
-    if val_fraction == 0 or least <= val.tokens <= max(2 * share, total // 2):
-        return
+    if val_fraction == 0 or (val.tokens >= least and train.tokens >= (total - share) // 2):
+        return []
     wanted = max(share, least)
     say(f"sharing out {documents:,} whole documents gave validation {val.tokens:,} of {total:,} tokens "
         f"instead of about {wanted:,}: the last {wanted:,} tokens are the validation split")
@@ -367,23 +437,22 @@ def balance(train: Shards, val: Shards, tokenizer, val_fraction: float, say):
     val.shorten(0)
     for index in range(-(-tail.tokens // tail.shard_tokens)):
         os.replace(tail.path(index), val.path(index))
-    val.tokens, val.documents, val.full = tail.tokens, tail.documents, tail.full
-    train.documents = documents - val.documents
+    val.tokens, val.documents, val.bytes, val.full = tail.tokens, tail.documents, tail.bytes, tail.full
+    train.documents, train.bytes = documents - val.documents, size - val.bytes
+    return [split.name for split in (train, val)
+            if split.tokens and next(split.blocks(split.tokens - 1, split.tokens))[0] != split.eos_id]
 
 
 # ---- the tokenizer ----------------------------------------------------------------------------------------
 def choose_tokenizer(tokenizer, texts: Texts, out_dir: str, journal: dict, say) -> Tokenizer:
     """The one that was asked for, or a BPE trained on the text; it is saved with the corpus."""
+    if journal["tokenizer"] and tokenizer == "auto":       # trained before the run was killed, or extended
+        return load_tokenizer(out_dir)
     if tokenizer == "auto":
-        if journal["tokenizer"]:                     # trained before the run was killed
-            return load_tokenizer(out_dir)
-        vocab_size = vocab_size_for(texts.records.total_bytes)
-        sampled = f" (evenly spaced parts of it, {BPE_SAMPLE / 1e6:.0f} MB)"
-        say(f"training a BPE tokenizer with {vocab_size:,} entries on the text"
-            f"{sampled if texts.records.total_bytes > BPE_SAMPLE else ''}")
-        tokenizer = train_bpe(sample(texts), vocab_size, say=say)
+        tokenizer = trained_on(texts, None, say)
     tokenizer.save(out_dir)
-    journal["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+    journal["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
+                            "portable": tokenizer.portable}
     write_json(os.path.join(out_dir, UNFINISHED), journal)
     return tokenizer
 
@@ -393,41 +462,68 @@ def vocab_size_for(size: int) -> int:
     return 2 ** min(max((size // 2048).bit_length() - 1, 9), 15)
 
 
-def sample(texts: Texts) -> Iterator[str]:
-    """About BPE_SAMPLE bytes of the text: one block of so many, over its whole length."""
-    every, number = -(-texts.records.total_bytes // BPE_SAMPLE), 0
+def trained_on(texts: Texts, vocab_size: int | None, say) -> Tokenizer:
+    """A BPE of BPE_SAMPLE bytes of the text; as large as the text allows where no size is given."""
+    size, megabytes, streamed = texts.records.text_bytes, f"{BPE_SAMPLE / 1e6:.0f} MB", texts.records.streamed
+    if size is None:                                 # objects in memory; a stream is taken to be long
+        size = 2**26 if streamed else sum(len(text) for text, _ in texts)
+    vocab_size = vocab_size or vocab_size_for(size)
+    which = f" (its first {megabytes})" if streamed else \
+        f" (evenly spaced parts of it, {megabytes})" if size > BPE_SAMPLE else ""
+    say(f"training a BPE tokenizer with {vocab_size:,} entries on the text{which}")
+    return train_bpe(sample(texts, None if streamed else size), vocab_size, say=say)
+
+
+def sample(texts: Texts, size: int | None) -> Iterator[str]:
+    """About BPE_SAMPLE of `size` bytes: one block of so many, over the whole length; a stream's first."""
+    every, number, block, taken = -(-(size or 1) // BPE_SAMPLE), 0, 2**14, 0
     for text, _ in texts:
-        for start in range(0, len(text), 2**14):
-            if number % every == 0:
-                yield text[start:start + 2**14]
-            number += 1
+        for piece in [text] if isinstance(text, str) else text.pieces():
+            for start in range(0, len(piece), block):
+                if number % every == 0:
+                    yield (drawn := piece[start:start + block])
+                    taken += len(drawn)
+                number += 1
+                if size is None and taken >= BPE_SAMPLE:
+                    return
+
+
+def only_tokenizer(source: str, vocab_size: int, out_dir: str | None, options: dict) -> None:
+    if out_dir is None:
+        raise UserError("--train_tokenizer needs an --out_dir to write to")
+    if taken := [name for name in ("tokenizer.json", "meta.json") if os.path.exists(f"{out_dir}/{name}")]:
+        raise UserError(f"{out_dir} holds {taken[0]} already: choose another --out_dir")
+    with spooled(out_dir, print) if source == "-" else contextlib.nullcontext((source, None)) as (file, _):
+        texts = Texts(open_records(file, options), options)
+        if next(iter(texts), None) is None:
+            raise UserError(f"{source} holds no document to learn from: "
+                            f"{tally(texts.records, texts.records.left_out) or 'no file to read'}")
+        tokenizer = trained_on(texts, vocab_size, print)
+    with writing(out_dir):
+        tokenizer.save(out_dir)
+    print(f"{out_dir}: {tokenizer.vocab_size:,} entries; use it by --tokenizer={out_dir}")
 
 
 # ---- the directory ----------------------------------------------------------------------------------------
-NOTHING = {name: {"tokens": 0, "documents": 0, "full": []} for name in ("train", "val")}
+NOTHING = {name: {"tokens": 0, "documents": 0, "bytes": 0, "full": []} for name in ("train", "val")}
 
 
-def key_of(source: str, tokenizer, options: dict) -> str:
+def key_of(source, tokenizer, options: dict) -> str:
     """Changes when the result would: the input (files by path, size and time), the tokenizer, an option."""
-    if source == "stdlib":
-        files = sys.version                          # not a look at each file: this is to take no time
-    else:
-        files = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns)
-                 for path in find_files(source)[0]]
     by = "auto" if tokenizer == "auto" else [tokenizer.fingerprint, tokenizer.eos_id]
-    return digest([FORMAT, files, by, options])
+    return digest([FORMAT, source, by, options])
 
 
 def target(source: str, tokenizer, options: dict) -> str:
     """data/<name>-<key>: where a corpus goes that was given no place."""
     tokenizer = tokenizer if tokenizer == "auto" else load_tokenizer(tokenizer)
-    name = os.path.splitext(os.path.basename(os.path.abspath(source)))[0]
-    name = re.sub(r"[^\w.-]+", "-", name)
-    return os.path.join("data", f"{name}-{key_of(source, tokenizer, options)[:8]}")
+    records = open_records(source, options)
+    name = re.sub(r"[^\w.-]+", "-", records.name)
+    return os.path.join("data", f"{name}-{key_of(records.identity(), tokenizer, options)[:8]}")
 
 
-def finished(out_dir: str, key: str) -> dict | None:
-    """meta.json of a complete corpus; UserError when it is another one."""
+def finished(out_dir: str, key: str, max_tokens: int | None = None) -> dict | None:
+    """meta.json of a corpus that is there; UserError when it is another one, or more than was asked for."""
     path = os.path.join(out_dir, "meta.json")
     if not os.path.isfile(path):
         return None
@@ -435,67 +531,281 @@ def finished(out_dir: str, key: str) -> dict | None:
     if meta.get("key") != key:
         raise UserError(f"{out_dir} holds a corpus already, made from {meta.get('source')} (other input, "
                         f"tokenizer or options): choose another --out_dir, or delete it")
+    if max_tokens is not None and meta["tokens"] > max_tokens:
+        raise UserError(f"{out_dir} holds {meta['tokens']:,} tokens of this text already, more than "
+                        f"max_tokens={max_tokens:,}: choose another --out_dir, or delete it")
     return meta
 
 
-def open_journal(out_dir: str, key: str, source: str) -> dict:
-    """What an earlier run of the same command finished; nothing, when there was none."""
+def reaches(meta: dict, max_tokens: int | None) -> bool:
+    """Whether there is no more to prepare: all of the text, or as much as was asked for."""
+    return meta["complete"] or (max_tokens is not None and meta["tokens"] >= max_tokens)
+
+
+def open_journal(out_dir: str, key: str, source: str, meta: dict | None) -> dict:
+    """What an earlier run of the same command finished; nothing, when there was none. `meta`: to extend."""
     path = os.path.join(out_dir, UNFINISHED)
+    had = meta["tokens"] if meta else 0
     if os.path.isfile(path):
         journal = read_json(path)
-        if journal["key"] != key:
-            raise UserError(f"{out_dir} holds an unfinished corpus, made from {journal['source']} (other "
+        if journal.get("key") != key:
+            raise UserError(f"{out_dir} holds an unfinished corpus, made from {journal.get('source')} (other "
                             f"input, tokenizer or options): choose another --out_dir, or delete it")
-        return journal
-    ours = re.compile(r"(train|val)(-\d+)?\.bin|tokenizer(_config)?\.json")
-    if found := [name for name in sorted(os.listdir(out_dir)) if ours.fullmatch(name)]:
-        raise UserError(f"{out_dir} holds {', '.join(found[:5])}, which would be overwritten: choose "
-                        f"another --out_dir")
-    journal = {"key": key, "source": source, "tokenizer": None, "chunks": 0, "splits": NOTHING}
+        if journal["had"] == had:                    # else of a run that was killed when it had finished
+            return journal
+    if not meta:
+        ours = re.compile(r"(train|val)(-\d+)?\.bin|tokenizer(_config)?\.json")
+        if found := [name for name in sorted(os.listdir(out_dir)) if ours.fullmatch(name)]:
+            raise UserError(f"{out_dir} holds {', '.join(found[:5])}, which would be overwritten: choose "
+                            f"another --out_dir")
+    began = meta["cursor"] if meta else {"chunks": 0, "tokens": 0, "changed": 0, "inside": False}
+    journal = {"key": key, "source": source, "tokenizer": meta and meta["tokenizer"], "had": had,
+               "began": began, "cursor": began, "splits": NOTHING, "torn": meta["torn"] if meta else []}
     write_json(path, journal)
     return journal
 
 
-def save_journal(out_dir: str, journal: dict, chunks_done: int, splits: list):
-    journal.update(chunks=chunks_done, splits={split.name: split.sync() for split in splits})
+def save_journal(out_dir: str, journal: dict, splits: list):
+    journal.update(splits={split.name: split.sync() for split in splits})
     write_json(os.path.join(out_dir, UNFINISHED), journal)
 
 
-def make_directory(path: str):
+def meta_of(made: dict, tokenizer: Tokenizer, splits: list, found: dict, before: dict | None = None) -> dict:
+    """
+    The content of meta.json: what it was `made` of, the splits, added to what was there `before`, and what
+    was `found` on the way (counted from the beginning of the text).
+    """
+    meta = {"format": FORMAT, **made, "vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id,
+            "dtype": splits[0].dtype.name}
+    old = before or {split.name: {"documents": 0, "tokens": 0, "bytes": 0, "shards": []} for split in splits}
+    shards = [shard for split in splits for shard in old[split.name]["shards"]]
+    segment = 1 + max((shard["segment"] for shard in shards), default=-1)
+    for split in splits:
+        was = old[split.name]
+        meta[split.name] = {"documents": was["documents"] + split.documents,
+                            "tokens": was["tokens"] + split.tokens, "bytes": was["bytes"] + split.bytes,
+                            "shards": was["shards"] + split.describe(segment)}
+    for number in ("documents", "tokens", "bytes"):
+        meta[number] = sum(meta[split.name][number] for split in splits)
+    return meta | found
+
+
+def publish(out_dir: str, meta: dict):
+    write_json(os.path.join(out_dir, "meta.json"), meta)
+    for rest in (UNFINISHED, LOCK):
+        with contextlib.suppress(OSError):           # Windows keeps a file that is open
+            os.remove(os.path.join(out_dir, rest))
+
+
+@contextlib.contextmanager
+def writing(out_dir: str):
+    """Makes the directory; what its disk refuses, here and later, is a sentence."""
+    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
     try:
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(out_dir, exist_ok=True)
+        yield
     except OSError as error:
-        raise UserError(f"{path} cannot be made ({error.strerror}): choose another --out_dir") from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"no space is left on the disk of {out_dir}: make some, and the same command "
+                            f"goes on where it was; what is written stays") from None
+        if error.errno in refused:
+            raise UserError(f"{error.filename or out_dir} cannot be written ({error.strerror}): choose "
+                            f"another --out_dir") from None
+        raise
 
 
 @contextlib.contextmanager
 def exclusive(out_dir: str, say):
     """One process at a time; the system lifts the lock of one that dies."""
-    with open(os.path.join(out_dir, LOCK), "ab") as file:
-        if not launch.lock(file):
+    path, told = os.path.join(out_dir, LOCK), False
+    while True:
+        with open(path, "ab") as file:
+            if launch.lock(file):
+                if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    yield
+                    return
+                continue                             # the one before removed it: make another
+        if not told:
             say(f"waiting for another process that is preparing {out_dir}")
-            while not launch.lock(file):
-                time.sleep(0.2)
-        yield
+            told = True
+        time.sleep(0.2)
 
 
-# ---- what to say ------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def spooled(out_dir: str, say):
+    """A file with what comes from standard input, which is read more than once, and a hash of its content."""
+    with writing(out_dir):
+        path = spool_stdin(os.path.join(out_dir, f".stdin-{os.getpid()}"))
+    try:
+        with open(path, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        say(f"standard input: {os.path.getsize(path):,} bytes, read as {os.path.splitext(path)[1]}")
+        yield path, content + os.path.splitext(path)[1]
+    finally:
+        os.remove(path)
+
+
+# ---- parts, made on several machines ----------------------------------------------------------------------
+def slice_of(part: str, tokenizer, options: dict, max_tokens: int | None) -> tuple[int, int]:
+    """"3/16" -> (3, 16); UserError where the parts would not make the corpus of one machine."""
+    number = re.fullmatch(r"(\d+)/(\d+)", part)
+    k, n = (int(number[1]), int(number[2])) if number else (0, 0)
+    if not 1 <= k <= n:
+        raise UserError(f"--part={part} is no slice: 1/16 is the first of sixteen, 16/16 the last")
+    asked = {"dedup": options["dedup"], "max_tokens": max_tokens, "max_documents": options["max_documents"]}
+    if given := [f"--{key}" for key, value in asked.items() if value]:
+        raise UserError(f"{' and '.join(given)} cannot go with --part: a slice does not know what the others "
+                        f"hold")
+    if tokenizer == "auto" or not tokenizer.portable:
+        raise UserError("--part needs a --tokenizer that all slices share, a name or a path (python "
+                        "prepare.py --train_tokenizer=8192 --data=... --out_dir=out/tokenizer makes one)")
+    return k, n
+
+
+def merge(out_dir: str, say: Callable[[str], object] = print) -> dict:
+    """Makes the corpus out_dir of its parts, which are then deleted; returns the content of meta.json."""
+    names = sorted(glob.glob("part-*-of-*", root_dir=out_dir))
+    totals = {name[-5:] for name in names}
+    if not names:
+        if os.path.isfile(os.path.join(out_dir, "meta.json")):
+            return read_json(os.path.join(out_dir, "meta.json"))
+        raise UserError(f"{out_dir} holds no parts: python prepare.py --out_dir={out_dir} --part=1/16 ... "
+                        f"makes the first of sixteen")
+    if os.path.isfile(os.path.join(out_dir, "meta.json")):       # killed while it deleted the parts
+        meta = read_json(os.path.join(out_dir, "meta.json"))
+        theirs = [os.path.join(out_dir, name, "meta.json") for name in names]
+        if any(read_json(path).get("key") != meta["key"] for path in theirs if os.path.isfile(path)):
+            raise UserError(f"{out_dir} holds a corpus and parts of another one: delete what is not wanted")
+        for name in names:
+            shutil.rmtree(os.path.join(out_dir, name))
+        return meta
+    if len(totals) > 1:
+        raise UserError(f"{out_dir} holds parts of several divisions ({', '.join(sorted(totals))}): delete "
+                        f"the wrong ones")
+    folders = [os.path.join(out_dir, f"part-{k + 1:05d}-of-{total}")
+               for total in totals for k in range(int(total))]
+    if missing := [folder for folder in folders if not os.path.isfile(os.path.join(folder, "meta.json"))]:
+        raise UserError(f"{len(missing)} of {len(folders)} parts are missing or not finished: "
+                        f"{', '.join(map(os.path.basename, missing[:5]))}")
+    metas = [read_json(os.path.join(folder, "meta.json")) for folder in folders]
+    if len({meta["key"] for meta in metas}) > 1:
+        raise UserError(f"the parts in {out_dir} were not made from the same input with the same tokenizer "
+                        f"and options: make them again")
+    first, began = metas[0], time.monotonic()
+    with writing(out_dir), exclusive(out_dir, say):
+        if not (meta := finished(out_dir, first["key"])):
+            for folder, meta in zip(folders, metas):
+                check_shards(folder, meta)
+            open_journal(out_dir, first["key"], first["source"], None)
+            meta = join(folders, metas, out_dir, say)
+            publish(out_dir, meta)
+    for folder in folders:
+        shutil.rmtree(folder)
+    say(summary(out_dir, meta, None, time.monotonic() - began))
+    return meta
+
+
+def join(folders: list[str], metas: list[dict], out_dir: str, say) -> dict:
+    tokenizer, options = load_tokenizer(folders[0]), metas[0]["options"]
+    tokenizer.save(out_dir)
+    train, val = (Shards(out_dir, name, tokenizer, options["shard_tokens"]) for name in ("train", "val"))
+    for split in (train, val):
+        split.shorten(0)                             # of a run that was killed here
+        for folder in folders:
+            stream = getattr(Source(folder), split.name)
+            for start in range(0, len(stream), 2**22):
+                split.append(stream.read(start, 2**22))
+    if not train.tokens + val.tokens:
+        raise UserError(f"none of the {len(folders)} parts in {out_dir} holds a document")
+    balance(train, val, tokenizer, options["val_fraction"], say)
+    found = {key: dict(sum((Counter(meta[key]) for meta in metas), Counter()))
+             for key in ("left_out", "noted")}
+    made = {key: metas[0][key] for key in ("key", "source", "options", "tokenizer")}
+    found |= {"complete": True, "part": None, "cursor": None, "torn": []}
+    return meta_of(made, tokenizer, [train, val], found)
+
+
+# ---- a look inside ----------------------------------------------------------------------------------------
+def inspect(path: str, say: Callable[[str], object] = print) -> dict:
+    """Counts, extreme documents and some windows of a corpus; UserError where a shard is damaged."""
+    source = Source(path)
+    if source.eos_id is None:
+        say(f"{path}: bare .bin files, which do not say what their ids mean: {len(source.train):,} tokens "
+            f"for training, {len(source.val):,} for validation, ids below {source.vocab_size:,}")
+        return {}
+    meta, tokenizer = read_json(os.path.join(path, "meta.json")), source.tokenizer
+    say(summary(path, meta, None, None))
+    say(f"  all {check_shards(path, meta)} shards hold what was written (SHA-256)")
+    if tokenizer is None:
+        say("  its tokenizer is a Python object, so the ids are not decoded here")
+        return meta
+    for name in ("train", "val"):
+        stream = getattr(source, name)
+        for which, (length, start) in extremes(stream, source.eos_id).items():
+            text = tokenizer.decode(stream.read(start, min(length, 40)).tolist())
+            say(f"  {name}: the {which} document has {length:,} tokens: {text!r}{'...' * (length > 40)}")
+        for k in range(min(3, len(stream) // 64)):
+            start = k * (len(stream) - 64) // 2
+            say(f"  {name}: tokens {start:,} to {start + 64:,}:\n{shown(stream.read(start, 64), tokenizer)}")
+    return meta
+
+
+def check_shards(path: str, meta: dict) -> int:
+    """How many there are; UserError where they do not hold what was written."""
+    damaged = [shard["file"] for name in ("train", "val") for shard in meta[name]["shards"]
+               if describe_shard(os.path.join(path, shard["file"]), np.dtype(meta["dtype"]))["sha256"]
+               != shard["sha256"]]
+    shards = sum(len(meta[name]["shards"]) for name in ("train", "val"))
+    if damaged:
+        raise UserError(f"{len(damaged)} of {shards} shards of {path} do not hold what was written: "
+                        f"{', '.join(damaged[:5])}; copy them again, or prepare the corpus again")
+    return shards
+
+
+def extremes(stream, eos_id: int) -> dict:
+    """{"shortest": (tokens without its end, place), "longest": ...} of the documents of a stream."""
+    shortest = longest = None
+    begin, block = 0, 2**22
+    for start in range(0, len(stream), block):
+        for end in (start + np.flatnonzero(stream.read(start, block) == eos_id)).tolist():
+            here, begin = (end - begin, begin), end + 1
+            shortest = here if shortest is None or here[0] < shortest[0] else shortest
+            longest = here if longest is None or here[0] > longest[0] else longest
+    return {"shortest": shortest, "longest": longest} if shortest else {}
+
+
+def shown(ids, tokenizer: Tokenizer) -> str:
+    """Their text, indented, with the separators standing out from text that is spelled like them."""
+    ends = np.flatnonzero(ids == tokenizer.eos_id)
+    separator = f"\n======== {tokenizer.decode([tokenizer.eos_id])} ========\n"
+    documents = [tokenizer.decode(ids[begin:end].tolist())
+                 for begin, end in zip([0, *(ends + 1)], [*ends, len(ids)])]
+    return "\n".join(f"    | {line}" for line in separator.join(documents).splitlines())
+
+
+# ---- what to say ----------------------------------------------------------------------------------------
 class Progress:
     """One line that is rewritten, on a terminal; nothing in a file or a pipe."""
 
-    def __init__(self, total_bytes: int):
-        self.total, self.first, self.began, self.shown = max(1, total_bytes), None, 0.0, 0.0
+    def __init__(self, total_bytes: int | None, room: int | None):
+        self.ends = (total_bytes, room)              # what comes first ends it
+        self.first, self.began, self.shown = None, 0.0, 0.0
         self.terminal = sys.stderr is not None and sys.stderr.isatty()
 
-    def show(self, read: int, tokens: int):
+    def show(self, *at):
+        """at: bytes read, tokens written"""
         now = time.monotonic()
         if self.first is None:                       # a resumed run has read on to here in no time
-            self.first, self.began = read, now
+            self.first, self.began = at, now
         elif self.terminal and now - self.shown > 0.2 and now - self.began > 0.5:
-            rate = (read - self.first) / (now - self.began)
-            minutes, seconds = divmod(int((self.total - read) / max(1, rate)), 60)
-            line = (f"{read / self.total:4.0%} of {self.total / 1e6:,.1f} MB | {rate / 1e6:.1f} MB/s | "
-                    f"{tokens:,} tokens | ETA {minutes}:{seconds:02d}")
+            seconds = now - self.began
+            gone = [number - first for number, first in zip(at, self.first)]
+            line = f"{gone[0] / seconds / 1e6:.1f} MB/s | {at[1]:,} tokens"
+            known = [(number / end, (end - number) * seconds / max(1, since))
+                     for number, since, end in zip(at, gone, self.ends) if end]
+            if known:
+                minutes, left = divmod(int(min(rest for _, rest in known)), 60)
+                line = f"{max(share for share, _ in known):4.0%} | {line} | ETA {minutes}:{left:02d}"
             print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
             self.shown = now
 
@@ -504,42 +814,57 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def tally(records: Records, counts: dict) -> str:
-    example = records.example
+def tally(records: Records | None, counts: dict) -> str:
+    example = records.example if records else {}
     return ", ".join(f"{count:,} x {reason}" + (f" (first: {example[reason]})" if reason in example else "")
                      for reason, count in sorted(counts.items()))
 
 
-def summary(out_dir: str, meta: dict, records: Records, seconds: float) -> str:
+def summary(out_dir: str, meta: dict, records: Records | None, seconds: float | None) -> str:
     per_token = meta["bytes"] / max(1, meta["tokens"] - meta["documents"])
     lines = [f"{out_dir}: {meta['documents']:,} documents, {meta['bytes']:,} bytes, {meta['tokens']:,} "
-             f"tokens ({per_token:.2f} bytes per token, vocabulary {meta['vocab_size']:,}), {seconds:.1f} s"]
+             f"tokens ({per_token:.2f} bytes per token, vocabulary {meta['vocab_size']:,})"
+             + (f", {seconds:.1f} s" if seconds is not None else "")]
     for name in ("train", "val"):
         split = meta[name]
         lines.append(f"  {name:5}  {split['tokens']:,} tokens, {split['documents']:,} documents, "
                      f"{len(split['shards'])} files")
-    if records.left_out:
-        lines.append(f"  left out: {tally(records, records.left_out)}")
-    if records.noted:
-        lines.append(f"  noted: {tally(records, records.noted)}")
+    if not meta["complete"]:
+        inside = ", inside a document" if meta["cursor"]["tokens"] else ""
+        lines.append(f"  stopped at {meta['tokens']:,} tokens{inside}: the text goes on, and a larger "
+                     f"max_tokens extends the corpus")
+    for what, counts in (("left out", meta["left_out"]), ("noted", meta["noted"])):
+        if counts:
+            lines.append(f"  {what}: {tally(records, counts)}")
     return "\n".join(lines)
 
 
 # ---- for the training scripts -----------------------------------------------------------------------------
 def ensure(data: str, tokenizer="auto", rank: int = 0, world: int = 1, say: Callable[[str], object] = print,
-           **options) -> str:
+           tokens: int | None = None, **options) -> str:
     """
-    `data` with every raw part ("stdlib", a file, a directory of text) replaced by its corpus in
-    data/<name>-<key>, which is prepared when it is missing: by rank 0, while the others wait. Every rank
-    calls this, before the process group exists (preparing may take longer than its timeout). `options` are
-    prepare()'s.
+    `data` with every raw part ("stdlib", files, a data set id) replaced by its corpus in data/<name>-<key>,
+    which is prepared when it is missing: by rank 0, while the others wait. Every rank calls this, before
+    the process group exists (preparing may take longer than its timeout). Of a data set that is streamed,
+    as much as gives the run `tokens` training tokens (None: all of it), which a later call may extend; files
+    are prepared whole. `options` are prepare()'s.
     """
     say = say if rank == 0 else lambda text: None
-    mix = [(corpus_of(path, tokenizer, rank, world, say, options), weight) for path, weight in mix_of(data)]
+    mix, named = [], mix_of(data)
+    if tokenizer == "auto" and len(named) > 1:       # all parts need the same one
+        made = [path for path, _ in named if os.path.isfile(os.path.join(path, "tokenizer.json"))]
+        if not made:
+            raise UserError(f"the texts of a mix need one tokenizer for all of them: give --tokenizer=<name "
+                            f"or path> (python prepare.py --train_tokenizer=8192 --data={named[0][0]} "
+                            f"--out_dir=out/tokenizer makes one)")
+        tokenizer = made[0] if len(made) < len(named) else tokenizer
+    for path, weight in named:
+        share = tokens and math.ceil(tokens * min(1, weight + 1 / BLOCK))     # weights are rounded by so much
+        mix.append((corpus_of(path, tokenizer, rank, world, say, share, options), weight))
     return mix[0][0] if len(mix) == 1 else ",".join(f"{path}:{weight!r}" for path, weight in mix)
 
 
-def corpus_of(path: str, tokenizer, rank: int, world: int, say, options: dict) -> str:
+def corpus_of(path: str, tokenizer, rank: int, world: int, say, tokens: int | None, options: dict) -> str:
     if any(os.path.isfile(os.path.join(path, name)) for name in ("meta.json", "train.bin")):
         if tokenizer not in (None, "auto") and os.path.isfile(os.path.join(path, "tokenizer.json")):
             theirs = load_tokenizer(path)
@@ -547,24 +872,41 @@ def corpus_of(path: str, tokenizer, rank: int, world: int, say, options: dict) -
                 raise UserError(f"{path} was prepared with another tokenizer ({theirs.vocab_size:,} "
                                 f"entries) than {tokenizer}: prepare the text again with that one")
         return path
-    if os.path.isfile(os.path.join(path, UNFINISHED)):
-        raise UserError(f"{path} is not finished: give the prepare.py command that began it once more")
-    if path != "stdlib" and not os.path.exists(path):
-        raise UserError(f"{path} does not exist{nearest(path)}; python prepare.py --data=<text> "
-                        f"--out_dir={path} makes a corpus there")
+    if os.path.isfile(os.path.join(path, UNFINISHED)) or glob.glob("part-*-of-*", root_dir=path):
+        raise UserError(f"{path} is not finished: give the prepare.py command that began it once more (or "
+                        f"--merge, when its parts are all there)")
+    if path == "-":
+        raise UserError("standard input is read by prepare.py only: python prepare.py --data=- "
+                        "--out_dir=data/mine, then --data=data/mine here")
+    if made := [part for part in path.split(",") if os.path.isfile(os.path.join(part, "meta.json"))]:
+        raise UserError(f"{made[0]} is a prepared corpus: write a mix with weights, like "
+                        f"{made[0]}:0.7,other:0.3")
+    options = with_defaults(options)
+    records = open_records(path, options)
     if tokenizer is None:
         raise UserError(f"{path} is raw text, and the model that it is for has no tokenizer: give "
                         f"--tokenizer=<its name or path>")
-    out_dir = target(path, tokenizer, {key: options.get(key, getattr(Config, key)) for key in OPTIONS})
-    if os.path.isfile(os.path.join(out_dir, "meta.json")):
+    out_dir = target(path, tokenizer, options)
+    tokens = tokens if records.streamed else None
+
+    def enough() -> dict | None:
+        meta = os.path.isfile(os.path.join(out_dir, "meta.json")) and read_json(f"{out_dir}/meta.json")
+        good = meta and (meta["complete"] or (tokens is not None and meta["train"]["tokens"] >= tokens))
+        return meta if good else None
+
+    if enough():
         say(f"{path} was prepared before: {out_dir}")
     elif rank == 0:
         say(f"{path} is raw text: preparing it in {out_dir}")
-        make_directory(os.path.dirname(out_dir))
+        with writing(os.path.dirname(out_dir)):
+            pass
         with announced(out_dir + ".note.json") if world > 1 else contextlib.nullcontext():
-            prepare(path, out_dir, tokenizer, say=say, **options)
+            limit = tokens and math.ceil(tokens / (1 - options["val_fraction"])) + WINDOW
+            while not enough():                      # once more, where validation got more than its share
+                meta = prepare(path, out_dir, tokenizer, max_tokens=limit, say=say, **options)
+                limit = limit and meta["tokens"] + max(tokens - meta["train"]["tokens"], tokens // 100)
     else:
-        wait_for(out_dir, out_dir + ".note.json")
+        wait_for(out_dir, out_dir + ".note.json", enough)
     return out_dir
 
 
@@ -583,7 +925,7 @@ def announced(path: str):
     os.remove(path)
 
 
-def wait_for(out_dir: str, path: str):
+def wait_for(out_dir: str, path: str, finished: Callable[[], object]):
     """
     Until rank 0's meta.json is there; UserError with its words when it failed. A note of an earlier run says
     nothing about this one: we believe one that changes while we look, or is younger than this process (which
@@ -594,7 +936,7 @@ def wait_for(out_dir: str, path: str):
             return read_json(path)
 
     began, first = time.monotonic(), look()
-    while not os.path.isfile(os.path.join(out_dir, "meta.json")):
+    while not finished():
         note, waited = look(), time.monotonic() - began
         if note and note["error"]:
             ours = note["host"] == platform.node() and note["time"] >= STARTED

@@ -12,9 +12,6 @@ Temperature 0 always takes the most likely token. A text longer than the model's
 window: each time it is full, the oldest half is dropped. Generation stops at the end-of-text token, at a
 stop string (not part of the result), or after max_new_tokens.
 """
-import functools
-import itertools
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -221,21 +218,7 @@ def ready(model_or_path, tokenizer, where=None) -> tuple[Model, tokenizers.Token
 
 def encode(tokenizer, prompt: str) -> list[int]:
     """Ids of a prompt, at least one: an empty text begins after an end of text, as documents in training."""
-    return opening(tokenizer) + tokenizer.encode(prompt) or [tokenizer.eos_id]
-
-
-@functools.cache
-def opening(tokenizer) -> list[int]:
-    """
-    What the tokenizer.json puts before every text: bos in Llama 3's; nothing in SmolLM2's and in ours, even
-    where they name one. A model that has never seen bos in front of plain text writes worse behind it.
-    """
-    processor = json.loads(tokenizer.source or "{}").get("post_processor") or {}
-    for step in processor.get("processors", [processor]):
-        if step.get("type") == "TemplateProcessing":
-            before = itertools.takewhile(lambda part: "SpecialToken" in part, step["single"])
-            return [tokenizer.special[part["SpecialToken"]["id"]] for part in before]
-    return []
+    return tokenizer.opening + tokenizer.encode(prompt) or [tokenizer.eos_id]
 
 
 class Text:

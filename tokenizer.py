@@ -4,105 +4,51 @@ Text to token ids and back: one `Tokenizer`, whatever it was made from.
     tokenizer = load_tokenizer("byte")               256 bytes and <|endoftext|>: always there
     tokenizer = load_tokenizer("gpt2")               tiktoken's: gpt2, cl100k_base, o200k_base, ...
     tokenizer = load_tokenizer("out/my-model")       a directory with tokenizer.json (model or corpus)
+    tokenizer = load_tokenizer("qwen.tiktoken")      a file of ranks, where it is a published one
     tokenizer = load_tokenizer("org/name")           the Hugging Face Hub, with huggingface_hub and a network
+    tokenizer = load_tokenizer(loaded)               an object of tokenizers, transformers, tiktoken, or yours
     tokenizer = train_bpe(texts, vocab_size=4096)    our own
     ids = tokenizer.encode("def f(x):"); text = tokenizer.decode(ids); tokenizer.save("directory")
 
-Every one of them is byte-level BPE: a regular expression cuts the text into pieces, and inside a piece
-neighbouring tokens merge, the pair of the lowest rank first. tiktoken runs it; the ids are those of Hugging
-Face `tokenizers` on the same tokenizer.json, and a file with a part that we do not know is refused rather
-than approximated.
+Nearly all are byte-level BPE: a regular expression cuts the text into pieces (patterns.py), and inside a
+piece neighbouring tokens merge, the pair of the lowest rank first (bpe.py). tiktoken runs it; the ids are
+those of Hugging Face `tokenizers` on the same tokenizer.json. A file with a part that we do not know is run
+by `tokenizers` itself, or refused where that is not installed: ids are never approximated.
 
 Layout of our own vocabularies: byte b has id b, special tokens follow from 256, then the merges in the
 order in which they were learned. So <|endoftext|> is always 256, and data tokenized with "byte" fits every
 vocabulary that we train.
 """
+import base64
+import binascii
 import codecs
 import hashlib
-import heapq
+import itertools
 import json
 import os
+import random
 import re
 import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import regex
 import tiktoken
 
+import bpe
+import tokenizer_json
+from bpe import BYTE_ORDER
 from config import UserError
+from patterns import OWN_PATTERN, PATTERNS, known_pattern, parts
 
 END = "<|endoftext|>"
 UNKNOWN = "\ufffd".encode()      # what an id without a token decodes to: padding, or a gap of the vocabulary
+LONGEST = 1 << 18                # characters; a longer part (no cut was found) is split by `regex`: slower
 
-# ---- how text is cut into pieces ------------------------------------------------------------------------
-
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-_GPT2 = {**_BYTES, "use_regex": True}
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_WORD = r"[^\r\n\p{L}\p{N}]?"      # a word takes the character before it along
-_CAMEL = f"{_WORD}{_UPPER}*{_LOWER}+{_SHORT}?|{_WORD}{_UPPER}+{_LOWER}*{_SHORT}?"
-
-
-def _split(pattern: str) -> dict:
-    """The pre-tokenizer of a tokenizer.json that cuts at the matches of one regular expression."""
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, _BYTES]}
-
-
-# name: (the pattern that tiktoken runs, the `pre_tokenizer` of tokenizer.json that cuts the same way). The
-# possessive forms (++) cut as the plain ones do, without keeping a way back for every character of a long
-# run. None looks behind, and each covers every character: tiktoken silently drops what no alternative
-# matches.
-PATTERNS = {
-    "gpt2": (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s", _GPT2),
-    # SmolLM2: as GPT-2, but a digit stands alone, and space before one is cut as if the text ended there
-    "smollm": (r"'(?:[sdmt]|ll|ve|re)|\p{N}| ?\p{L}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?![^\s\p{N}])|\s",
-               {"type": "Sequence",
-                "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}),
-    # GPT-4 and Llama 3
-    "cl100k": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
-               r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-               _split(_SHORT + "|" + _WORD + r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES)),
-    # Qwen 2, 2.5 and 3: as cl100k with single digits
-    "qwen2": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
-              r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-              _split(_SHORT + "|" + _WORD + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES)),
-    # GPT-4o and GPT-OSS: words also end where lower case meets upper case
-    "o200k": (_CAMEL + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s++$|\s*[\r\n]+|\s+(?!\S)|\s",
-              _split(_CAMEL + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES)),
-}
-# For the vocabularies that we train: a line break and the indentation after it are one piece ("\n        "
-# becomes one token, which is what source code needs), and numbers are spelled digit by digit, so equal
-# digits are equal tokens.
-OWN_PATTERN = "smollm"
-
-# The regular expressions need memory for every character of a run and fail after a million of them, so a
-# long text is cut where every pattern above cuts anyway and none looks across: before a space that ends a
-# word, after the break of a line that ends with text, and before some punctuation after an ASCII letter or
-# digit (minified files have little else). Python's \S is narrower than tiktoken's, which only makes us cut
-# more rarely.
-PART = 1 << 16         # characters; a part ends at the first cut from here on
-LONGEST = 1 << 18      # a longer part (no cut was found) is split by `regex`: slower, without that limit
-_CUT = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z0-9])(?=[\"(),:;<>=\[\]{}])")
-
-
-def parts(text: str) -> Iterator[str]:
-    """The text in parts of about PART characters whose ids, one after another, are those of the whole."""
-    begin = 0
-    while len(text) - begin > PART:
-        cut = _CUT.search(text, begin + PART)
-        if cut is None:
-            break
-        yield text[begin:cut.start()]
-        begin = cut.start()
-    yield text[begin:] if begin else text
-
+# ---- text and bytes -------------------------------------------------------------------------------------
 
 def _without_surrogates(text: str) -> str:
     """Pairs of surrogates become the character that they spell, lone ones U+FFFD: UTF-8 has neither."""
@@ -113,23 +59,11 @@ def _without_surrogates(text: str) -> str:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-# ---- bytes as tokenizer.json spells them ----------------------------------------------------------------
-
-# GPT-2 wrote each byte as one printable character: the visible ones of Latin-1 stand for themselves, the
-# others are moved to U+0100 and up, in order. A vocabulary sorts bytes by these characters.
-BYTE_ORDER = [b for b in range(256) if chr(b).isprintable() and b != 32]
-BYTE_ORDER += [b for b in range(256) if b not in BYTE_ORDER]
-_SPELLED = {b: chr(b) if i < 188 else chr(256 + i - 188) for i, b in enumerate(BYTE_ORDER)}
-_BYTE = {character: b for b, character in _SPELLED.items()}
-_IN_UTF8 = [b for b in range(256) if b not in (0xC0, 0xC1) and b < 0xF5]
-
-
-def _spell(token: bytes) -> str:
-    return "".join([_SPELLED[b] for b in token])
-
-
-def _unspell(entry: str) -> bytes:
-    return bytes([_BYTE[character] for character in entry])    # KeyError: the vocabulary is not byte-level
+@cache
+def _matcher(pattern: str) -> tiktoken.Encoding:
+    """Encodes text to the bytes of what the pattern matches in it."""
+    return tiktoken.Encoding("bytes", pat_str=pattern, mergeable_ranks={bytes([b]): b for b in range(256)},
+                             special_tokens={})
 
 
 # ---- the tokenizer --------------------------------------------------------------------------------------
@@ -138,25 +72,34 @@ class Tokenizer:
     """
     ranks: bytes of a token -> its id, which is also its merge priority. special: spelling -> id; text never
     becomes one of these, whatever it spells. decode_only: entries that a vocabulary holds but no text
-    reaches. pattern: a key of PATTERNS. nfc: text is normalised to NFC first (the Qwen families). source:
-    the tokenizer.json that it was read from, which `save` writes back unchanged.
+    reaches. pattern: a key of PATTERNS. nfc: text is normalised to NFC first (the Qwen families). opening:
+    the ids that a text begins with, bos in Llama 3's; none in most, even where they name a bos. source: the
+    tokenizer.json that it was read from, which `save` writes back unchanged.
     """
+    bytewise = True       # each id stands for bytes of its own, and those of a text are joined
+    portable = True       # `save` writes a directory from which anyone can load it
 
     def __init__(self, name: str, ranks: dict[bytes, int], special: dict[str, int], eos_id: int,
                  bos_id: int | None = None, pad_id: int | None = None, *, pattern: str = OWN_PATTERN,
-                 decode_only: dict[bytes, int] | None = None, nfc: bool = False,
+                 decode_only: dict[bytes, int] | None = None, nfc: bool = False, opening: Iterable[int] = (),
                  chat_template: str | None = None, source: bytes | None = None):
-        self.name, self.ranks, self.special, self.pattern, self.nfc = name, ranks, special, pattern, nfc
+        self.ranks, self.decode_only, self.pattern, self.nfc = ranks, decode_only or {}, pattern, nfc
+        table = {i: token for token, i in [*ranks.items(), *self.decode_only.items()]}
+        table |= {i: spelling.encode() for spelling, i in special.items()}
+        self._describe(name, table, special, eos_id, bos_id, pad_id, opening, chat_template, source)
+        self._missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
+        self._encoding = tiktoken.Encoding(f"{name} (lignite)", pat_str=PATTERNS[pattern].regex,
+                                           mergeable_ranks=ranks, special_tokens=special)
+
+    def _describe(self, name: str, table: dict[int, bytes], special: dict[str, int], eos_id: int,
+                  bos_id: int | None, pad_id: int | None, opening: Iterable[int] = (),
+                  chat_template: str | None = None, source: bytes | None = None) -> None:
+        self.name, self.special, self.opening = name, special, list(opening)
         self.eos_id, self.bos_id, self.pad_id = eos_id, bos_id, pad_id
         self.chat_template, self.source = chat_template, source
-        table = {i: token for token, i in [*ranks.items(), *(decode_only or {}).items()]}
-        table |= {i: spelling.encode() for spelling, i in special.items()}
-        self.vocab_size = max(table) + 1
+        self.vocab_size = max([*table, eos_id]) + 1
         self._table = [table.get(i) for i in range(self.vocab_size)]     # None where no token has this id
-        self._missing = bytes(b for b in range(256) if bytes([b]) not in ranks)
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        self._encoding = tiktoken.Encoding(f"{name} (lignite)", pat_str=PATTERNS[pattern][0],
-                                           mergeable_ranks=ranks, special_tokens=special)
 
     def __repr__(self) -> str:
         return f"<Tokenizer {self.name!r}, {self.vocab_size:,} ids>"
@@ -168,7 +111,7 @@ class Tokenizer:
         in Hugging Face (SmolLM2 has none for six control characters and two bytes of unassigned planes).
         """
         text = self._canonical(text)
-        data = text.encode()
+        data = text.encode() if self._missing else b""
         return data.translate(None, self._missing).decode("utf-8", "replace") if self._lacks(data) else text
 
     def _canonical(self, text: str) -> str:
@@ -184,18 +127,32 @@ class Tokenizer:
 
     def encode_array(self, text: str) -> np.ndarray:
         """As `encode`; uint16 where every id of the vocabulary fits, else uint32. Text of any length."""
-        ids = [self._encode_part(part) for part in parts(self._canonical(text))]
+        ids = [self._encode_part(part) for part in self.parts(self._canonical(text))]
         return (ids[0] if len(ids) == 1 else np.concatenate(ids)).astype(self._dtype)
+
+    def parts(self, text: str) -> Iterator[str]:
+        """A long text in parts whose ids, one after another, are those of the whole."""
+        return parts(text)
 
     def _encode_part(self, part: str) -> np.ndarray:
         core = self._encoding._core_bpe
         if len(part) <= LONGEST and not (self._missing and self._lacks(part.encode())):
             return np.frombuffer(core.encode_to_tiktoken_buffer(part, set()), np.uint32)
         ids = []
-        for piece in regex.finditer(PATTERNS[self.pattern][0], part):
-            data = piece.group().encode().translate(None, self._missing)
+        for begin, end in self._pieces(part):
+            data = part[begin:end].encode().translate(None, self._missing)
             ids += core.encode_single_piece(data) if data else []
         return np.array(ids, np.uint32)
+
+    def _pieces(self, part: str) -> Iterator[tuple[int, int]]:
+        """Where tiktoken cuts, found by `regex`, which may know letters of a newer Unicode than tiktoken."""
+        pattern = PATTERNS[self.pattern].regex
+        if not part.isascii():
+            letter = f"[{''.join(sorted(set(re.findall(r'.p{[LMNPS][a-z]?}', pattern))))}]"
+            letters = "".join(regex.findall(letter, "".join(set(part))))
+            newer = set(letters).difference(bytes(_matcher(letter).encode_ordinary(letters)).decode())
+            part = part.translate(dict.fromkeys(map(ord, newer), "\u0378"))        # nothing to either
+        return (match.span() for match in regex.finditer(pattern, part))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens spelled out; U+FFFD for unknown ids and broken UTF-8."""
@@ -227,6 +184,12 @@ class Tokenizer:
         return other.vocab_size <= self.vocab_size and all(
             theirs in (None, ours) for theirs, ours in zip(other._table, self._table))
 
+    def to_json(self) -> bytes:
+        """The content of tokenizer.json; where there was none, it is worked out once."""
+        self.source = self.source or tokenizer_json.write(self.ranks, self.special, self.pattern,
+                                                          self.decode_only, self.nfc, self.opening)
+        return self.source
+
     def save(self, directory: str) -> None:
         """Writes tokenizer.json and tokenizer_config.json, with which transformers gives the same ids."""
         os.makedirs(directory, exist_ok=True)
@@ -235,8 +198,165 @@ class Tokenizer:
         settings |= {key: self.decode([i]) for key, i in names.items() if i is not None}
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
-        _replace(os.path.join(directory, "tokenizer.json"), self.source or _to_json(self))
+        _replace(os.path.join(directory, "tokenizer.json"), self.to_json())
         _replace(os.path.join(directory, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """
+    Any other tokenizer.json, run by the `tokenizers` package. Nothing is known about where its texts may be
+    cut, so each is encoded whole, and what it does to text (lower case, unknown words) is its own:
+    `normalize` gives what comes back.
+    """
+
+    def __init__(self, name: str, source: bytes, special: dict[str, int], eos_id: int,
+                 bos_id: int | None = None, pad_id: int | None = None, *, opening: Iterable[int] = (),
+                 chat_template: str | None = None):
+        self.source, spec = source, json.loads(source)
+        decoder = spec.get("decoder") or {}
+        vocab = self._encoder.get_vocab(with_added_tokens=True)
+        added = {token["content"] for token in spec.get("added_tokens") or []}
+        self.bytewise = decoder.get("type") == "ByteLevel" and all(
+            character in tokenizer_json.BYTE for entry in vocab.keys() - added for character in entry)
+        self._by_byte = "ByteFallback" in json.dumps(decoder)          # <0x0A> stands for one byte
+        table = {i: tokenizer_json.unspell(entry) if self.bytewise and entry not in added else entry.encode()
+                 for entry, i in vocab.items()}
+        self._describe(name, table, special, eos_id, bos_id, pad_id, opening, chat_template, source)
+        unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
+        self._reserved = set(special.values()) - {unknown}        # ids that no text may have
+
+    @cached_property
+    def _encoder(self):
+        return _run_by_tokenizers(tokenizer_json.with_markup_special(json.loads(self.source)))
+
+    @cached_property
+    def _without_special(self):
+        return _run_by_tokenizers(tokenizer_json.without_special(json.loads(self.source)))
+
+    def _encode_as_text(self, text: str) -> list[int]:
+        """For models that hold special tokens themselves: Unigram finds "</s>" in a text that spells it."""
+        encoder, added = self._without_special, json.loads(self.source).get("added_tokens") or []
+        ids = {encoder.token_to_id(token["content"]): token["id"] for token in added
+               if token["content"] not in self.special}
+        return [ids.get(i, i) for i in encoder.encode(text, add_special_tokens=False).ids]
+
+    def __getstate__(self) -> dict:
+        return {key: value for key, value in self.__dict__.items()
+                if key not in ("_encoder", "_without_special")}
+
+    def parts(self, text: str) -> Iterator[str]:
+        yield text
+
+    def encode_array(self, text: str) -> np.ndarray:
+        text = _without_surrogates(text)
+        try:
+            ids = self._encoder.encode(text, add_special_tokens=False).ids
+            if not self._reserved.isdisjoint(ids):
+                ids = self._encode_as_text(text)
+        except Exception as error:                  # `tokenizers` raises nothing more special
+            raise UserError(f"{self.name}: the tokenizers package cannot encode a text of {len(text):,} "
+                            f"characters ({error}), which begins {text[:40]!r}.") from error
+        return np.array(ids, self._dtype)
+
+    def normalize(self, text: str) -> str:
+        return self.decode(self.encode_array(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        if self.bytewise:
+            return super().decode(ids)
+        table, size, text = self._table, self.vocab_size, ""
+        for known, run in itertools.groupby(ids, lambda i: 0 <= i < size and table[i] is not None):
+            run = [int(i) for i in run]
+            text += self._encoder.decode(run, skip_special_tokens=False) if known else "\ufffd" * len(run)
+        return text
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return super().decode_bytes(ids) if self.bytewise else self.decode(ids).encode()
+
+    @cached_property
+    def token_lengths(self) -> np.ndarray:
+        """As the Tokenizer's; where ids are no bytes, those that an id adds to the text behind another."""
+        lengths = super().token_lengths
+        if self.bytewise:
+            return lengths
+        first = next(i for i in range(self.vocab_size) if lengths[i] and self.decode([i]).strip())
+        before = len(self.decode_bytes([first]))
+        for i in np.flatnonzero(lengths):
+            byte = self._by_byte and re.fullmatch(rb"<0x[0-9A-F]{2}>", self._table[i])
+            lengths[i] = 1 if byte else len(self.decode_bytes([first, i])) - before
+        return lengths
+
+
+def _run_by_tokenizers(spec: dict):
+    import tokenizers
+    encoder = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    encoder.encode_special_tokens = True            # text that spells a special token stays text
+    encoder.no_truncation()                         # files of embedding models cut at a few hundred tokens
+    encoder.no_padding()
+    return encoder
+
+
+class ObjectTokenizer(Tokenizer):
+    """
+    Any Python object with encode(text) -> ids, decode(ids) -> text, vocab_size and eos_id. Data can be
+    prepared and models trained with it; as nothing is known about its inside, `save` cannot write it.
+    """
+    bytewise = portable = False
+
+    def __init__(self, tokenizer: object):
+        self._given, kind, numbers = tokenizer, type(tokenizer).__name__, {}
+        for name in ("vocab_size", "eos_id", "bos_id", "pad_id"):
+            value = getattr(tokenizer, name, None)
+            value = value() if callable(value) else value                  # as SentencePiece has them
+            whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value >= 0
+            numbers[name] = int(value) if whole else None
+        lacks = [name for name in ("vocab_size", "eos_id") if numbers[name] is None]
+        if lacks:
+            raise UserError(f"The tokenizer ({kind}) needs {' and '.join(lacks)} as a whole number beside "
+                            "encode and decode: how many ids there are, and the one that ends a text.")
+        size, eos_id, bos_id, pad_id = numbers.values()
+        if eos_id >= size:
+            raise UserError(f"The tokenizer ({kind}) has eos_id={eos_id} and vocab_size={size}: ids are "
+                            "smaller than vocab_size.")
+        table = {i: token for i in range(size) if i != eos_id and (token := self._spell(i)) is not None}
+        self._describe(kind, table, {END: eos_id}, eos_id, bos_id, pad_id)
+        self._table += [None] * (size - self.vocab_size)
+        self.vocab_size = size
+        self._dtype = np.uint16 if size <= 1 << 16 else np.uint32
+        if eos_id in self.encode("a"):
+            raise UserError(f"The tokenizer ({kind}) puts eos_id={eos_id} beside every text in encode(): "
+                            "it has to give the ids of the text alone, without an end.")
+
+    def _spell(self, i: int) -> bytes | None:
+        try:
+            return self._given.decode([i]).encode("utf-8", "replace")
+        except Exception:               # whatever it raises for a gap of its vocabulary
+            return None
+
+    def parts(self, text: str) -> Iterator[str]:
+        yield text
+
+    def encode_array(self, text: str) -> np.ndarray:
+        ids = np.array(self._given.encode(_without_surrogates(text)), np.int64)
+        if ids.ndim != 1 or len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise UserError(f"The tokenizer ({self.name}) encodes {text[:40]!r} as {ids.tolist()[:20]}: "
+                            f"ids have to be from 0 to {self.vocab_size - 1:,}.")
+        return ids.astype(self._dtype)
+
+    def normalize(self, text: str) -> str:
+        return self.decode(self.encode_array(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._given.decode([int(i) for i in ids])
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return self.decode(ids).encode("utf-8", "replace")
+
+    def save(self, directory: str) -> None:
+        """Writes nothing, and takes away what an earlier tokenizer left there, which is not this one's."""
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            if os.path.exists(os.path.join(directory, file)):
+                os.remove(os.path.join(directory, file))
 
 
 class StreamDecoder:
@@ -245,13 +365,28 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._ids, self._given = [], 0      # where ids are no bytes: the latest, and the length of their text
 
     def push(self, token_id: int) -> str:
         """The characters that this id completes; "" while one is still open."""
-        return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
+        if self._tokenizer.bytewise:
+            return self._utf8.decode(self._tokenizer.decode_bytes([token_id]))
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):         # a character that the next ids may complete
+            return ""
+        new, self._given = text[self._given:], max(len(text), self._given)
+        if len(self._ids) > 64:             # a few in front are enough to tell how the next ones read
+            self._ids = self._ids[-16:]
+            self._given = len(self._tokenizer.decode(self._ids))
+        return new
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that was never completed. The decoder then starts afresh."""
+        """What is left when no id follows: U+FFFD for a character that stayed open."""
+        if not self._tokenizer.bytewise:
+            rest = self._tokenizer.decode(self._ids)[self._given:]
+            self._ids, self._given = [], 0
+            return rest
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest
@@ -276,28 +411,33 @@ _TIKTOKEN = {                      # name: (key of PATTERNS, the files that tikt
 }
 
 
-def load_tokenizer(source: str | os.PathLike | Tokenizer) -> Tokenizer:
+def load_tokenizer(source: object, eos_token: str | None = None) -> Tokenizer:
     """
-    "byte" (or "bundled"), a name of tiktoken, a directory with tokenizer.json, the path of such a file, or
-    a Hub id; a Tokenizer is given back as it is. Nothing is trained or guessed: UserError where the source
-    lacks what is needed.
+    "byte" (or "bundled"), a name of tiktoken, a directory with tokenizer.json, the path of such a file or of
+    a .tiktoken file, or a Hub id; also an object of tokenizers, transformers or tiktoken, or any other with
+    encode, decode, vocab_size and eos_id; a Tokenizer is given back as it is. `eos_token` names the special
+    token that ends a text where the source does not. Nothing is trained or guessed: UserError where the
+    source lacks what is needed.
     """
     if isinstance(source, Tokenizer):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        raise UserError(f"A tokenizer is given by name or path, not as {type(source).__name__}: save it as "
-                        "tokenizer.json and pass its directory.")
+        return _from_object(source, eos_token)
     source = os.fspath(source)
     if source in ("byte", "bundled"):
         return Tokenizer("byte", {bytes([b]): b for b in range(256)}, {END: 256}, eos_id=256, pad_id=256)
     if source in _TIKTOKEN:
         return _from_tiktoken(source)
     if os.path.isdir(source):
-        return _from_directory(source)
+        return _from_directory(source, eos_token)
+    path, _, pattern = source.rpartition(":")                   # ranks.tiktoken:cl100k
+    if os.path.isfile(path):
+        return _from_ranks(path, _read_ranks(path) or {}, pattern)
     if os.path.isfile(source):
-        return _from_file(source)
+        ranks = _read_ranks(source)
+        return _from_ranks(source, ranks, None) if ranks else _from_file(source, eos_token)
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
-        return _from_hub(source)
+        return _from_hub(source, eos_token)
     raise UserError(f"No tokenizer {source!r}: it is neither a file nor a directory here, nor one of byte, "
                     f"{', '.join(_TIKTOKEN)}.")
 
@@ -320,7 +460,73 @@ def _from_tiktoken(name: str) -> Tokenizer:
                      pattern=pattern)
 
 
-def _from_hub(repo: str) -> Tokenizer:
+# files of ranks: "<base64 of a token> <its rank>" a line. How text is cut and which special tokens follow is
+# not in them; these are the published ones, by the hash of their ranks
+_RANKS = {
+    "20940fd36bff2b33": ("gpt2", "gpt2", [END]),
+    "14b6610f6c5c6c71": ("p50k_base", "gpt2", [END]),
+    "37b91d00e3c1c0dc": ("cl100k_base", "cl100k",
+                         [END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]),
+    "427b73c453cc075f": ("o200k_base", "o200k", [END]),
+    "bf97c67da2c66d5e": ("Qwen", "qwen2", [END, "<|im_start|>", "<|im_end|>"]),
+    "931bfa8ee8f581ec": ("Qwen3.5", "qwen3.5", [END, "<|im_start|>", "<|im_end|>"]),
+    "74f4bbfef3f0e8b0": ("Llama-3", "cl100k", [
+        "<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+        "<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>",
+        *(f"<|reserved_special_token_{i}|>" for i in range(5, 251))]),
+    "44e5d7ac10cf5127": ("Llama-4", "o200k", [
+        "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+        "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>"]),
+}
+
+
+def _read_ranks(path: str) -> dict[bytes, int] | None:
+    """The ranks in a .tiktoken file, or a tokenizer.model that is one; None where it is something else."""
+    with open(path, "rb") as file:
+        if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", file.readline(10_000)):
+            return None
+        file.seek(0)
+        lines = file.read().splitlines()
+    ranks = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise UserError(f"{path}, line {number}: a token in base64 and its rank belong here, not "
+                            f"{line[:40]!r}.") from None
+    return ranks
+
+
+def _from_ranks(path: str, ranks: dict[bytes, int], pattern: str | None) -> Tokenizer:
+    digest = hashlib.sha256()
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %d " % (rank, len(token)) + token)
+    name, known, names = _RANKS.get(digest.hexdigest()[:16], (path, None, [END]))
+    if pattern is None and known is None:
+        raise UserError(f"{path} has {len(ranks):,} ranks that are none of the published ones, and how text "
+                        f"is cut is not in such a file: name that with it, as in {path}:cl100k (the ways are "
+                        f"{', '.join(PATTERNS)}). It then has one special token, {END}.")
+    if pattern not in (None, *PATTERNS):
+        raise UserError(f"{path}:{pattern}: there is no way {pattern!r} to cut text, only "
+                        f"{', '.join(PATTERNS)}.")
+    if pattern not in (None, known):
+        name, names = path, [END]
+    free = (i for i in itertools.count() if i not in taken)
+    taken = set(ranks.values())
+    special = dict(zip(names, free))
+    unmade = {}
+    if name == "Qwen3.5":        # its entries that no merge makes are never used by Hugging Face: as there
+        unmade = {token: ranks[token] for token in bpe.merges_of(ranks)[1]}
+    llama = name.startswith("Llama")
+    return Tokenizer(name, {token: i for token, i in ranks.items() if token not in unmade}, special,
+                     special[names[1 if llama else 0]], special[names[0]] if llama else None,
+                     None if llama else special[END], pattern=pattern or known, decode_only=unmade,
+                     nfc=name.startswith("Qwen"), opening=[special[names[0]]] if llama else [])
+
+
+def _from_hub(repo: str, eos_token: str | None) -> Tokenizer:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -332,17 +538,24 @@ def _from_hub(repo: str) -> Tokenizer:
         raise UserError(f"No directory {repo!r} here, and the Hugging Face Hub did not give it "
                         f"({type(error).__name__}): download its tokenizer.json and tokenizer_config.json "
                         "elsewhere and pass their directory.") from error
-    return _from_directory(directory, name=repo)
+    return _from_directory(directory, eos_token, name=repo)
 
 
-def _from_directory(directory: str, name: str | None = None) -> Tokenizer:
+def _from_directory(directory: str, eos_token: str | None, name: str | None = None) -> Tokenizer:
     path = os.path.join(directory, "tokenizer.json")
-    if not os.path.isfile(path):
-        others = [n for n in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-                  if os.path.isfile(os.path.join(directory, n))]
-        hint = f" (it has {', '.join(others)}; transformers' save_pretrained writes tokenizer.json)"
-        raise UserError(f"No tokenizer in {directory}: tokenizer.json is missing{hint if others else ''}.")
-    return _from_file(path, name or os.path.basename(os.path.abspath(directory)))
+    if os.path.isfile(path):
+        return _from_file(path, eos_token, name or os.path.basename(os.path.abspath(directory)))
+    names = sorted(os.listdir(directory))
+    for file in names:                                 # as Llama 3 and Qwen were published first
+        if file == "tokenizer.model" or file.endswith(".tiktoken"):
+            path = os.path.join(directory, file)
+            ranks = _read_ranks(path)
+            if ranks is not None:
+                return _from_ranks(path, ranks, None)
+    others = [n for n in names if n in ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
+                                        "spiece.model")]
+    hint = f" (it has {', '.join(others)}; transformers' save_pretrained writes tokenizer.json)"
+    raise UserError(f"No tokenizer in {directory}: tokenizer.json is missing{hint if others else ''}.")
 
 
 def _read_json(path: str) -> dict:
@@ -359,53 +572,164 @@ def _read_json(path: str) -> dict:
     return content
 
 
-def _from_file(path: str, name: str | None = None) -> Tokenizer:
+def _from_file(path: str, eos_token: str | None, name: str | None = None) -> Tokenizer:
     """tokenizer.json, with what the files beside it say about eos, bos, pad and the chat template."""
-    spec = _read_json(path)
-    try:
-        nfc, pattern, ranks, decode_only, special = _read_spec(spec, path)
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not a tokenizer.json that we can read "
-                        f"({type(error).__name__}: {error}).") from error
+    if path.endswith(".model"):
+        raise UserError(f"{path} is a model of SentencePiece: transformers' AutoTokenizer.from_pretrained("
+                        "its directory).save_pretrained(another) writes the tokenizer.json that is needed.")
     directory = os.path.dirname(os.path.abspath(path))
     settings = _read_json(os.path.join(directory, "tokenizer_config.json"))
-    ids = _named_ids(settings, directory, special, {**ranks, **decode_only})
-    if ids["eos"] is None and len(special) == 1:
-        ids["eos"] = next(iter(special.values()))      # the only special token there is
-    if ids["eos"] is None:
-        raise UserError(f"{path} does not say which token ends a text: name one as \"eos_token\" in "
-                        "tokenizer_config.json beside it (its special tokens: "
-                        f"{', '.join(list(special)[:20]) or 'none'}).")
+    settings["chat_template"] = _chat_template(settings, directory)
+    models = [_read_json(os.path.join(directory, n)) for n in ("generation_config.json", "config.json")]
+    spec = _read_json(path)
     with open(path, "rb") as file:
         source = file.read()
-    return Tokenizer(name or path, ranks, special, ids["eos"], ids["bos"], ids["pad"], pattern=pattern,
-                     decode_only=decode_only, nfc=nfc, chat_template=_chat_template(settings, directory),
-                     source=source)
+    return _from_spec(spec, source, path, name or path, settings, models, eos_token)
 
 
-def _named_ids(settings: dict, directory: str, special: dict[str, int],
-               ranks: dict[bytes, int]) -> dict[str, int | None]:
+def _from_spec(spec: dict, source: bytes, path: str, name: str, settings: dict, models: list[dict],
+               eos_token: str | None) -> Tokenizer:
+    """The content of a tokenizer.json, `source` as text; `path` is what messages call it."""
+    settings = {**settings, "eos_token": eos_token} if eos_token else settings
+    try:
+        added = tokenizer_json.with_markup_special(spec)["added_tokens"]
+        special = {token["content"]: token["id"] for token in added if token["special"]}
+        ids = _named_ids(settings, models, path, special, spec["model"]["vocab"])
+        ids["opening"] = tokenizer_json.opening(spec)
+        ids["chat_template"] = settings.get("chat_template")
+        try:
+            read = tokenizer_json.read(spec, special)
+            return Tokenizer(name, special=special, source=source, **read, **ids)
+        except tokenizer_json.Unknown as error:
+            part = error.args[0]
+        try:
+            return HuggingFaceTokenizer(name, source, special, **ids)
+        except ImportError:
+            raise UserError(f"{path} has a {part}. To run it as it is: pip install tokenizers.") from None
+    except UserError:
+        raise
+    except Exception as error:       # `tokenizers` raises plain Exceptions for what it cannot read
+        raise UserError(f"{path} is not a tokenizer.json that we can read "
+                        f"({type(error).__name__}: {error}).") from error
+
+
+def _from_object(given: object, eos_token: str | None) -> Tokenizer:
+    """An object of tokenizers, transformers or tiktoken becomes ours; any other is used as it is."""
+    kind = type(given).__name__
+    packages = {parent.__module__.split(".")[0] for parent in type(given).__mro__}
+    if isinstance(given, tiktoken.Encoding):
+        return _from_encoding(given, eos_token)
+    if "transformers" in packages:
+        backend = getattr(given, "backend_tokenizer", None)
+        if backend is None:
+            raise UserError(f"{kind} is one of transformers' tokenizers without tokenizer.json: give "
+                            "PreTrainedTokenizerFast(tokenizer_object=convert_slow_tokenizer(tokenizer), "
+                            "eos_token=...) instead, with transformers.convert_slow_tokenizer.")
+        settings = {f"{name}_token": getattr(given, f"{name}_token", None) for name in ("eos", "bos", "pad")}
+        settings["chat_template"] = getattr(given, "chat_template", None)
+        return _from_text(backend.to_str(), getattr(given, "name_or_path", "") or kind, settings, eos_token)
+    if "tokenizers" in packages and callable(getattr(given, "to_str", None)):
+        return _from_text(given.to_str(), kind, {}, eos_token)
+    if not (callable(getattr(given, "encode", None)) and callable(getattr(given, "decode", None))):
+        raise UserError("A tokenizer is given by name or path, or as an object with encode and decode, not "
+                        f"as {kind}.")
+    return ObjectTokenizer(given)
+
+
+def _from_text(text: str, name: str, settings: dict, eos_token: str | None) -> Tokenizer:
+    """tokenizer.json as an object gives it, without the length that its last call set."""
+    spec = {**json.loads(text), "truncation": None, "padding": None}
+    source = json.dumps(spec, ensure_ascii=False, indent=1).encode()
+    template = settings.get("chat_template")
+    template = template.get("default") if isinstance(template, dict) else template
+    return _from_spec(spec, source, name, name, {**settings, "chat_template": template}, [], eos_token)
+
+
+def _from_encoding(given: tiktoken.Encoding, eos_token: str | None) -> Tokenizer:
+    special, name = dict(given._special_tokens), given.name
+    eos_token = eos_token or (END if END in special or len(special) != 1 else next(iter(special)))
+    if eos_token not in special:
+        raise UserError(f"The Encoding {name!r} has no special token {eos_token!r} to end a text: name "
+                        f"another as load_tokenizer(..., eos_token=): {', '.join(special) or 'none'}.")
+    clash = [token for token in special if token.encode() in given._mergeable_ranks]
+    if clash:
+        raise UserError(f"The Encoding {name!r} has {clash[0]!r} both as a special token and as text.")
+    pattern = known_pattern(given._pat_str)
+    if r"|\s++$|\s*[\r\n]" in given._pat_str and _joins_line_breaks(given._mergeable_ranks):
+        pattern = None      # tiktoken keeps all space at the end of a text in one piece, and here that shows
+    tokenizer = Tokenizer(name, given._mergeable_ranks, special, special[eos_token],
+                          pad_id=special.get(END), pattern=pattern or OWN_PATTERN)
+    return tokenizer if pattern else _with_pattern(given, tokenizer, eos_token)
+
+
+def _joins_line_breaks(ranks: dict[bytes, int]) -> bool:
+    """Whether a token holds a line break and space after it, or is a line break that is only found whole."""
+    for token in ranks:
+        space = token.decode("utf-8", "replace")
+        if len(token) > 1 and ("\n" in space or "\r" in space) and not space.replace("\ufffd", " ").strip():
+            if space[-1] not in "\r\n" or bpe.last_pair(token, ranks) is None:
+                return True
+    return False
+
+
+def _with_pattern(given: tiktoken.Encoding, tokenizer: Tokenizer, eos_token: str) -> Tokenizer:
+    """With a pattern that is not one of ours: `tokenizers` runs it, if it cuts as tiktoken does."""
+    # to `tokenizers` a plus after an interval means "once or more", and $ is the end of a line
+    expression = re.sub(r"(\{[\d,]+\})\+", r"\1", re.sub(r"(?<=\+)\$", r"\\z", given._pat_str))
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Removed", "invert": True}
+    bytes_ = PATTERNS["cl100k"].pre_tokenizer["pretokenizers"][-1]
+    cut = {"type": "Sequence", "pretokenizers": [split, bytes_]}
+
+    def run_by_tokenizers(tokenizer: Tokenizer, eos_token: str) -> Tokenizer:
+        spec = {**json.loads(tokenizer.to_json()), "pre_tokenizer": cut}
+        settings = {"eos_token": eos_token, "pad_token": END if END in tokenizer.special else None}
+        return _from_text(json.dumps(spec), given.name, settings, None)
+
+    # all pairs of some characters are tokens, so that each border between them shows
+    alphabet = (" \t\r\n!\"#$%&'()*+-./;<=@[_{|09AZasdlmtvexz"
+                "\xa0\xb2\xe9\u0301\u03c9\u0416\u0967\u3000\u3042\u6f22")
+    steps = [c.encode()[:n] for c in alphabet for n in range(2, len(c.encode()) + 1)]
+    pairs = [(a + b).encode() for a in alphabet for b in alphabet]
+    tokens = dict.fromkeys([*(bytes([b]) for b in range(256)), *steps, *pairs])
+    ranks = {token: i for i, token in enumerate(tokens)}
+    ours = tiktoken.Encoding("probe", pat_str=given._pat_str, mergeable_ranks=ranks, special_tokens={})
+    theirs = run_by_tokenizers(Tokenizer("probe", ranks, {END: len(ranks)}, len(ranks)), END)
+    dice = random.Random(0)
+    for _ in range(5000):
+        text = "".join(c * dice.choice((1, 1, 2, 5)) for c in dice.choices(alphabet, k=dice.randint(1, 15)))
+        if ours.encode_ordinary(text) != theirs.encode(text):
+            raise UserError(f"The Encoding {given.name!r} cuts text by a pattern that tiktoken and "
+                            f"tokenizers read differently, as in {text!r}: {given._pat_str}")
+    return run_by_tokenizers(tokenizer, eos_token)
+
+
+def _named_ids(settings: dict, models: list[dict], path: str, special: dict[str, int],
+               vocab: dict[str, int] | list) -> dict[str, int | None]:
     """eos, bos, pad: as tokenizer_config.json spells them, else the ids of (generation_)config.json."""
-    known = set(special.values()) | set(ranks.values())
-    models = [_read_json(os.path.join(directory, n)) for n in ("generation_config.json", "config.json")]
-    ids: dict[str, int | None] = {}
+    vocab = vocab if isinstance(vocab, dict) else {entry: i for i, (entry, _) in enumerate(vocab)}
+    known, ids = {*special.values(), *vocab.values()}, {}
     for name in ("eos", "bos", "pad"):
         token = settings.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            ids[name] = special.get(token, ranks.get(token.encode()))
-            if ids[name] is None:
-                raise UserError(f"tokenizer_config.json in {directory} names {token!r} as {name}_token, "
-                                "which tokenizer.json does not have.")
+            spelled = tokenizer_json.spell(token.encode())
+            ids[f"{name}_id"] = special.get(token, vocab.get(token, vocab.get(spelled)))
+            if ids[f"{name}_id"] is None:
+                raise UserError(f"The settings beside {path} name {token!r} as {name}_token, which "
+                                "it does not have.")
             if name == "eos" and token not in special:
-                raise UserError(f"tokenizer_config.json in {directory} names {token!r} as eos_token, which "
-                                "is ordinary text: add it to the added_tokens of tokenizer.json.")
+                raise UserError(f"The settings beside {path} name {token!r} as eos_token, which is ordinary "
+                                "text: add it to the added_tokens of tokenizer.json.")
             continue
         found = [model[f"{name}_token_id"] for model in models if model.get(f"{name}_token_id") is not None]
         found = found[0] if found and isinstance(found[0], list) else found        # some name several
-        ids[name] = found[0] if found and found[0] in known else None
+        ids[f"{name}_id"] = found[0] if found and found[0] in known else None
+    if ids["eos_id"] is None and len(special) == 1:
+        ids["eos_id"] = next(iter(special.values()))       # the only special token there is
+    if ids["eos_id"] is None:
+        raise UserError(f"{path} does not say which token ends a text: name one as \"eos_token\" in "
+                        "tokenizer_config.json beside it, or from Python as load_tokenizer(..., eos_token=) "
+                        f"(its special tokens: {', '.join(list(special)[:20]) or 'none'}).")
     return ids
 
 
@@ -418,123 +742,6 @@ def _chat_template(settings: dict, directory: str) -> str | None:
     if isinstance(template, list):                 # several by name: the one that transformers takes unasked
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
-
-
-# ---- tokenizer.json, read and written -------------------------------------------------------------------
-
-def _read_spec(spec: dict, path: str) -> tuple[bool, str, dict, dict, dict]:
-    """(nfc, pattern, ranks, decode_only, special) of a file; UserError names a part that we do not know."""
-    def refuse(part: str, value: object):
-        text = json.dumps(value, ensure_ascii=False)
-        raise UserError(f"{path} has a {part} that we do not know, and approximating it would give other "
-                        f"ids: {text[:300]}{'...' if len(text) > 300 else ''}.")
-
-    normalizer, model, cut = spec.get("normalizer"), spec["model"], _plain(spec.get("pre_tokenizer"))
-    if normalizer not in (None, {"type": "NFC"}):
-        refuse("normalizer", normalizer)
-    pattern = next((name for name, (_, known) in PATTERNS.items() if _plain(known) == cut), None)
-    if pattern is None:
-        refuse("pre_tokenizer", cut)
-    if model.get("type", "BPE") != "BPE":
-        refuse("model", model["type"])
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(key):
-            refuse(f"model.{key}", model[key])
-    added = spec.get("added_tokens") or []
-    special = {token["content"]: token["id"] for token in added}
-    # Hugging Face finds these in plain text; markup is for templates to insert, anything else is text
-    in_text = [token["content"] for token in added
-               if not token.get("special") and not re.fullmatch(r"<\S+>", token["content"])]
-    if in_text:
-        refuse("added token that is no special one", in_text[:5])
-    vocab = {_unspell(entry): i for entry, i in model["vocab"].items() if entry not in special}
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    if model.get("unk_token") and any(bytes([b]) not in vocab for b in _IN_UTF8):
-        refuse("model.unk_token that stands for bytes without an entry", model["unk_token"])
-    made = [vocab.get(_unspell(left) + _unspell(right)) for left, right in merges]
-    # tiktoken merges by id: the lowest id of all pairs that make a token
-    for i, (merge, result) in enumerate(zip(merges, made)):
-        if result is None:
-            refuse("merge whose result is not in the vocabulary", merge)
-        if i and result < made[i - 1]:
-            refuse("merge whose result has a lower id than the one before", merge)
-    if model.get("ignore_merges"):
-        return bool(normalizer), pattern, vocab, {}, special
-    # tiktoken looks a whole piece up before it merges; here Hugging Face does not, so an entry that no
-    # merge makes must not be found
-    made = set(made)
-    ranks = {token: i for token, i in vocab.items() if len(token) == 1 or i in made}
-    decode_only = {token: i for token, i in vocab.items() if token not in ranks}
-    lost = _not_rebuilt(ranks)
-    if lost:
-        refuse(f"set of merges that does not build {len(lost)} entries", [_spell(t) for t in lost[:5]])
-    # tiktoken merges any pair that makes a token, Hugging Face only the pairs that are listed
-    listed = {(_unspell(left), _unspell(right)) for left, right in merges}
-    other = [pair for pair in _merges(ranks)[0] if pair not in listed]
-    if other:
-        refuse(f"set of merges without the pairs that make {len(other)} entries first",
-               [[_spell(left), _spell(right)] for left, right in other[:5]])
-    return bool(normalizer), pattern, ranks, decode_only, special
-
-
-def _plain(part: object) -> object:
-    """A pre-tokenizer without what cannot change ids, and with the default that older files leave out."""
-    if isinstance(part, dict):
-        part = {"use_regex": True, **part} if part.get("type") == "ByteLevel" else part
-        return {key: _plain(value) for key, value in part.items() if key != "trim_offsets"}
-    return [_plain(value) for value in part] if isinstance(part, list) else part
-
-
-def _not_rebuilt(ranks: dict[bytes, int]) -> list[bytes]:
-    """
-    The tokens whose own bytes merge into something else. The byte 0xFF never occurs in UTF-8, so usually no
-    token joins with it: behind a token it keeps tiktoken from looking the whole piece up.
-    """
-    if sum(b"\xff" in token for token in ranks) != 1:
-        return []
-    core = tiktoken.Encoding("probe", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})._core_bpe
-    end = ranks[b"\xff"]
-    return [token for token, i in ranks.items()
-            if token != b"\xff" and core.encode_single_piece(token + b"\xff") != [i, end]]
-
-
-def _to_json(tokenizer: Tokenizer) -> bytes:
-    merges, unmade = _merges(tokenizer.ranks)
-    vocab = {_spell(token): i for token, i in tokenizer.ranks.items()} | tokenizer.special
-    added = [{"id": i, "content": spelling, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True}
-             for spelling, i in sorted(tokenizer.special.items(), key=lambda item: item[1])]
-    spec = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "NFC"} if tokenizer.nfc else None,
-        "pre_tokenizer": PATTERNS[tokenizer.pattern][1],
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": unmade,
-                  "vocab": dict(sorted(vocab.items(), key=lambda item: item[1])),
-                  "merges": [[_spell(left), _spell(right)] for left, right in merges]}}
-    return json.dumps(spec, ensure_ascii=False, indent=1).encode()
-
-
-def _merges(ranks: dict[bytes, int]) -> tuple[list[tuple[bytes, bytes]], bool]:
-    """The pair that makes each token, by id, and whether some token is made by none (found whole only)."""
-    merges, unmade = [], False
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) == 1:
-            continue
-        parts = [token[i:i + 1] for i in range(len(token))]
-        while len(parts) > 2:                      # merge as the encoder does, with the earlier tokens only
-            best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
-            if ranks.get(parts[best] + parts[best + 1], rank) >= rank:
-                break
-            parts[best:best + 2] = [parts[best] + parts[best + 1]]
-        if len(parts) == 2 and parts[0] in ranks and parts[1] in ranks:
-            merges.append((parts[0], parts[1]))
-        else:
-            unmade = True
-    return merges, unmade
 
 
 # ---- training -------------------------------------------------------------------------------------------
@@ -555,13 +762,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[st
     if not special_tokens or vocab_size < smallest:
         raise UserError(f"vocab_size={vocab_size} with {len(special_tokens)} special tokens: at least one "
                         f"is needed, and with the 256 bytes that makes vocab_size >= {max(smallest, 257)}.")
-    find = regex.compile(PATTERNS[pattern][0]).findall
+    find = regex.compile(PATTERNS[pattern].regex).findall
     words: Counter[str] = Counter()
     for text in texts:
         for part in parts(_without_surrogates(text)):
             words.update(find(part))
     tokens = [bytes([b]) for b in BYTE_ORDER]
-    for left, right in _learn(words, vocab_size - smallest, min_frequency):
+    for left, right in bpe.learn(words, vocab_size - smallest, min_frequency):
         tokens.append(tokens[left] + tokens[right])
     learned = tokens[256:]
     ranks = {bytes([b]): b for b in range(256)} | {token: smallest + i for i, token in enumerate(learned)}
@@ -575,97 +782,3 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[st
             f"vocab_size is {size:,} instead of {vocab_size:,}.")
     special = {token: 256 + i for i, token in enumerate(special_tokens)}
     return Tokenizer(f"bpe-{size}", ranks, special, eos_id=256, pad_id=256, pattern=pattern)
-
-
-def _learn(words: Counter[str], wanted: int, min_frequency: int) -> list[tuple[int, int]]:
-    """
-    The merges as pairs of symbols: 0-255 are the bytes in BYTE_ORDER, 256 + i is the result of merge i.
-
-    All different words lie one behind the other in `symbol`, as doubly linked lists (`before`, `after`;
-    both ends of a word have the neighbour `end`). A merge looks only at the places of its pair and corrects
-    the counts of the pairs beside them. Every new pair contains the newest symbol, so all its places are
-    known when it appears: `places[pair]` is written once, and those that other merges took since are
-    filtered out when its turn comes. Counts only fall, so the queue may hold older, higher ones; they are
-    put right when they come up.
-    """
-    symbol, weight, after, before = _lay_out(words)
-    first = np.flatnonzero((symbol >= 0) & (symbol[after] >= 0))
-    counts, places = {}, {}
-    for pair, count, where in _by_pair(_pair(symbol[first], symbol[after[first]]), first, weight):
-        counts[pair], places[pair] = count, where
-    queue = [(-count, pair) for pair, count in counts.items()]
-    heapq.heapify(queue)
-    merges = []
-    while queue and len(merges) < wanted:
-        count, pair = heapq.heappop(queue)
-        if counts[pair] != -count:
-            heapq.heappush(queue, (-counts[pair], pair))
-            continue
-        if -count < max(min_frequency, 1):
-            break
-        left, right = pair >> 32, pair & 0xffffffff
-        merges.append((left, right))
-        new = 255 + len(merges)
-        at = places.pop(pair)
-        at = at[(symbol[at] == left) & (symbol[after[at]] == right)]
-        if left == right:              # in a run "aaa" the leftmost pair merges
-            at = _every_other(at, after)
-        # the pairs that go: one between two merging places is counted once, as the left one of the second
-        gone = after[at]
-        neighbour = after[gone]
-        old_left, old_right = symbol[before[at]], symbol[neighbour]
-        symbol[at], symbol[gone] = new, -1
-        has_left, has_right = old_left >= 0, (old_right >= 0) & (symbol[neighbour] != new)
-        keys = np.concatenate([_pair(old_left[has_left], left), _pair(right, old_right[has_right])])
-        beside = np.concatenate([at[has_left], at[has_right]])
-        for key, lost, _ in _by_pair(keys, beside, weight, split=False):
-            counts[key] -= lost
-        # the pairs that come
-        after[at], before[neighbour] = neighbour, at
-        previous = before[at]
-        has_left = symbol[previous] >= 0
-        keys = np.concatenate([_pair(symbol[previous[has_left]], new),
-                               _pair(new, symbol[neighbour[has_right]])])
-        beside = np.concatenate([previous[has_left], at[has_right]])
-        for key, found, where in _by_pair(keys, beside, weight):
-            counts[key], places[key] = found, where
-            heapq.heappush(queue, (-found, key))
-    return merges
-
-
-def _lay_out(words: Counter[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """symbol, weight (how often its word occurs), after, before: one of each per byte, and -1 as `end`."""
-    encoded = [word.encode() for word in words]
-    lengths = np.array([len(word) for word in encoded], np.int64)
-    end = int(lengths.sum())
-    order = np.argsort(np.array(BYTE_ORDER))                               # byte -> symbol
-    symbol = np.append(order[np.frombuffer(b"".join(encoded), np.uint8)], -1)
-    weight = np.append(np.repeat(np.fromiter(words.values(), np.int64, len(words)), lengths), 0)
-    after, before = np.append(np.arange(1, end + 1), end), np.arange(-1, end)
-    last = np.cumsum(lengths) - 1
-    after[last], before[last - lengths + 1] = end, end
-    return symbol, weight, after, before
-
-
-def _pair(left: np.ndarray | int, right: np.ndarray | int) -> np.ndarray:
-    """Two symbols as one number that sorts like the tuple."""
-    return (left << 32) + right
-
-
-def _by_pair(pairs: np.ndarray, places: np.ndarray, weight: np.ndarray,
-             split: bool = True) -> Iterable[tuple]:
-    """(pair, sum of the weights of its places, its places in ascending order) for each different pair."""
-    if not len(pairs):
-        return []
-    order = np.argsort(pairs, kind="stable")
-    pairs, places = pairs[order], places[order]
-    starts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1]))
-    sums = np.add.reduceat(weight[places], starts).tolist()
-    return zip(pairs[starts].tolist(), sums, np.split(places, starts[1:]) if split else sums)
-
-
-def _every_other(at: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Of places that follow one another directly the first, third, fifth, ..."""
-    index = np.arange(len(at))
-    opens = np.append(True, after[at[:-1]] != at[1:])
-    return at[(index - np.maximum.accumulate(np.where(opens, index, 0))) % 2 == 0]

@@ -125,16 +125,22 @@ def main(cfg: Config) -> dict:
     base = open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
     if base and not resumed and "sequence_length" not in cfg.given:
         cfg.sequence_length = min(cfg.sequence_length, base.cfg.max_position_embeddings)
-    corpus = open_corpus(cfg, base, live.get("tokenizer"), place, say)
+    opened = partial(open_corpus, cfg, base, live.get("tokenizer"), place, say)
+    corpus = opened(None if cfg.epochs else 0)             # of a data set that is streamed only what it needs
     settle_shape(cfg, corpus, base, say)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
     # planned again below, when the devices are known; here for what it has to complain about
     batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
     max_steps = steps_of(cfg, step, samples, batch.global_batch_size, corpus, parameters)
     needed = samples + (max_steps - step) * batch.global_batch_size
+    if not corpus.complete:
+        corpus = opened(needed * cfg.sequence_length)
     # whole steps: a run of n epochs may end a little behind the n-th
     corpus.check(needed, batch.global_batch_size, None if cfg.epochs else cfg.max_epochs, max_steps)
     if place.world == 1:
+        if "tokenizer" in live and not live["tokenizer"].portable and launch.processes_to_start(cfg):
+            raise UserError("the tokenizer is an object that cannot be saved, and the processes of several "
+                            "GPUs cannot share it: give device=\"cuda:0\", or a tokenizer.json")
         checkpoint.save_objects(cfg, live)                 # before a child process looks for them
     result = launch.relaunch(__file__, cfg)                # several GPUs, no launcher: torchrun does it
     if result is not None:
@@ -156,7 +162,8 @@ def main(cfg: Config) -> dict:
     if base is None:
         base = Model(checkpoint.model_config(cfg)).init_weights(cfg.seed)
     model = base.to(run.device).recomputing(cfg.recompute)
-    model.tokenizer = model.tokenizer or corpus.tokenizer or bare_tokenizer(cfg, corpus)
+    model.tokenizer = model.tokenizer or corpus.tokenizer or \
+        named_tokenizer(cfg, corpus, live.get("tokenizer"))
     optimizer = optim.Optimizer(model, cfg, run.rank, run.world)
     labels = batch.micro_batch_size * cfg.sequence_length
     scale = optim.LossScale(run.dtype == torch.float16, run.device, labels)
@@ -276,8 +283,9 @@ def main(cfg: Config) -> dict:
                 f"changed nothing: lower lr={cfg.lr} or warm up longer")
     lines.finish()
     del forward    # before the group: DDP's destructor would wait for gloo's threads, they for Python's lock
-    hint = f"python sample.py --out_dir={shlex.quote(cfg.out_dir)}" if model.tokenizer else \
-        "it has no tokenizer, as its data carry none (--tokenizer names one)"
+    hint = "it has no tokenizer, as its data carry none (--tokenizer names one)" if not model.tokenizer else \
+        f"python sample.py --out_dir={shlex.quote(cfg.out_dir)}" if model.tokenizer.portable else \
+        "its tokenizer is an object that cannot be saved: sampling needs tokenizer=, from Python"
     run.say(f"the model is in {cfg.out_dir}: {hint}")
     return launch.report(run, result_of(cfg, step, samples, evaluation, [loss for _, loss in lines.losses]))
 
@@ -303,23 +311,34 @@ def check_length(cfg: Config) -> None:
                         f"the run: lower one of them")
 
 
-def open_corpus(cfg: Config, base: Model | None, live, place, say) -> data.Corpus:
+def open_corpus(cfg: Config, base: Model | None, live, place, say, tokens: int | None) -> data.Corpus:
     """
     The corpus of cfg.data, which is prepared first where it is raw text: with the tokenizer of the weights
-    that the run starts from, else with the one asked for.
+    that the run starts from, else with the one asked for. Of a data set that is streamed, so much that the
+    run can train on `tokens` tokens (None: all of it).
     """
     tokenizer = live or cfg.tokenizer
     if cfg.init_from:
         tokenizer = base.tokenizer or (None if cfg.tokenizer == "auto" else cfg.tokenizer)
-    source = ensure(cfg.data, tokenizer, rank=place.rank, world=place.world, say=say)
+    if tokens and len(data.mix_of(cfg.data)) > 1:          # the last block of samples is drawn unevenly
+        tokens += data.BLOCK * cfg.sequence_length
+    tokens = tokens and tokens + 1                         # a window has one more than it trains
+    source = ensure(cfg.data, tokenizer, rank=place.rank, world=place.world, say=say, tokens=tokens)
     return data.open_corpus(source, cfg.sequence_length, cfg.seed)
 
 
-def bare_tokenizer(cfg: Config, corpus) -> Tokenizer | None:
-    """The tokenizer that the user names for data that do not carry theirs: bare train.bin and val.bin."""
+def named_tokenizer(cfg: Config, corpus, live) -> Tokenizer | None:
+    """
+    The tokenizer that the user gives for data that do not carry theirs: bare train.bin and val.bin, and what
+    was made with a Python object.
+    """
     if cfg.tokenizer == "auto":
         return None
-    tokenizer = load_tokenizer(cfg.tokenizer)
+    tokenizer = live or load_tokenizer(cfg.tokenizer)
+    made = {source.tokenizer_fingerprint for source in corpus.sources} - {None, tokenizer.fingerprint}
+    if made:
+        raise UserError(f"data={cfg.data} was made with another tokenizer than the one given: prepare it "
+                        f"again with that one")
     if corpus.vocab_size > tokenizer.vocab_size:
         raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1:,}, "
                         f"tokenizer={cfg.tokenizer} has only {tokenizer.vocab_size:,}: it was made with "
@@ -407,7 +426,7 @@ def steps_of(cfg: Config, step: int, samples: int, batch_size: int, corpus, para
 
 def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> None:
     """Say what differs from the run that is resumed, or refuse."""
-    if stored["corpus"] != corpus.fingerprint and cfg.resume in ("auto", True):
+    if not corpus.continues(stored["corpus"]) and cfg.resume in ("auto", True):
         raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content "
                         f"changed): choose another out_dir, or go on with it all the same by "
                         f"--resume={cfg.out_dir}")
@@ -521,7 +540,7 @@ def evaluate_only(cfg: Config, place, say) -> dict:
     model = open_base(cfg, None, live)
     if "sequence_length" not in cfg.given:
         cfg.sequence_length = min(cfg.sequence_length, model.cfg.max_position_embeddings)
-    corpus = open_corpus(cfg, model, None, place, say)
+    corpus = open_corpus(cfg, model, None, place, say, 100 * (cfg.eval_tokens or 1_000_000))
     settle_shape(cfg, corpus, model, say)
     if not corpus.val_tokens:
         raise UserError(f"data={cfg.data} has no validation tokens: prepare it with a val_fraction above 0")

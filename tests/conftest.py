@@ -43,3 +43,21 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.section("seconds per file")
     for file, spent in sorted(seconds.items(), key=lambda item: -item[1]):
         terminalreporter.write_line(f"{spent:7.1f}  {file}")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A data set org/stories of the Hub, without one: set `texts`; `opened` says when it was asked for."""
+    datasets = pytest.importorskip("datasets")
+
+    class Hub:
+        texts, opened = [], []
+
+    def load_dataset(path, name=None, *, split, streaming):
+        assert (path, split, streaming) == ("org/stories", "train", True)
+        Hub.opened.append(name)
+        columns = {"text": Hub.texts, "other": list(range(len(Hub.texts)))}
+        return datasets.Dataset.from_dict(columns).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return Hub

@@ -116,6 +116,43 @@ def test_a_config_file_imports_another_from_the_repo(monkeypatch):
     assert os.getcwd() not in sys.path
 
 
+@dataclass
+class Verbs:
+    command: Literal["train", "encode"] = "train"    # what to do
+    names: list[str] | None = None                   # what with
+    lr: float = 1                                    # peak
+
+
+def test_the_first_word_that_is_no_file_is_the_command():
+    file = write("a.py", "lr = 3\n")
+    for argv in (["encode", file], [file, "encode"], ["--lr=2", "encode", file], ["ENCODE", file]):
+        cfg = load(Verbs, argv)
+        assert (cfg.command, cfg.lr, cfg.names) == ("encode", 3.0, None), argv
+        assert cfg.given["command"] == "the command line"
+    assert load(Verbs, ["train", "--names", "encode"]).names == ["encode"]
+    config.write(load(Verbs, ["encode", "--lr=5"]), "written.py")    # settings serve every command
+    assert load(Verbs, ["train", "written.py"]).command == "train"
+    assert make(Verbs, {"lr": 2}).command == "train"
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], ["first word: train | encode"]), (["--lr=3"], ["first word: train | encode"]),
+    (["encod"], ["'encod' is neither a command (train | encode)", "did you mean encode?"]),
+    (["lr=3"], ["train | encode", "did you mean --lr=3?"]),
+    (["train", "encode"], ["'encode' is neither a flag nor a config file"]),
+    (["--command=both"], ["command='both' should be train | encode"]),
+])
+def test_a_command_that_is_missing_or_wrong_is_answered_with_those_that_there_are(argv, words):
+    with pytest.raises(UserError) as caught:
+        load(Verbs, argv)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_help_lists_the_commands():
+    assert any("train | encode" in line and "what to do" in line
+               for line in config.help_text(Verbs).splitlines())
+
+
 def test_python_keywords_pass_the_same_checks():
     live = object()
     cfg = make(Config, {"tokens": "100M", "lr": 1, "out_dir": Path("x"), "tokenizer": live, "dims": (1, 2)})

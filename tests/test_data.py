@@ -15,20 +15,23 @@ from tokenizer import load_tokenizer
 T = 8                          # sequence_length
 
 
-def write_corpus(directory, train, val=(), shard=1000, vocab_size=257, eos_id=256):
-    """A corpus as prepare.py lays it out, from lists of ids."""
+def write_corpus(directory, train, val=(), shard=1000, vocab_size=257, eos_id=256, ends=()):
+    """A corpus as prepare.py lays it out, from lists of ids; a segment of `train` ends at each of `ends`."""
     directory.mkdir(parents=True)
     tokenizer = load_tokenizer("byte")
     tokenizer.save(str(directory))
     meta = {"format": data.FORMAT, "vocab_size": vocab_size, "eos_id": eos_id, "dtype": "uint16",
-            "tokenizer": {"name": "byte", "fingerprint": tokenizer.fingerprint}}
-    for name, ids in (("train", np.array(train, np.uint16)), ("val", np.array(val, np.uint16))):
+            "tokenizer": {"name": "byte", "fingerprint": tokenizer.fingerprint, "portable": True},
+            "complete": True}
+    train, val = np.array(train, np.uint16), np.array(val, np.uint16)
+    for name, segments in (("train", np.split(train, ends)), ("val", [val])):
         meta[name] = {"shards": []}
-        for number, start in enumerate(range(0, len(ids), shard)):
-            file = directory / f"{name}-{number:05d}.bin"
-            ids[start:start + shard].tofile(file)
-            facts = data.describe_shard(str(file), np.dtype(np.uint16))
-            meta[name]["shards"].append({"file": file.name, **facts})
+        for segment, ids in enumerate(segments):
+            for start in range(0, len(ids), shard):
+                file = directory / f"{name}-{len(meta[name]['shards']):05d}.bin"
+                ids[start:start + shard].tofile(file)
+                facts = data.describe_shard(str(file), np.dtype(np.uint16))
+                meta[name]["shards"].append({"file": file.name, "segment": segment, **facts})
     data.write_json(str(directory / "meta.json"), meta)
     return str(directory)
 
@@ -107,6 +110,24 @@ def test_windows_cross_shards_and_predict_every_token_once(tmp_path):
 
 
 # ---- mixes ------------------------------------------------------------------------------------------------
+def test_an_extension_leaves_the_order_of_what_was_there(tmp_path):
+    """Windows that a run has trained are not trained again, nor left out, because their corpus grew."""
+    ids = counting(90 * T + 1)
+    short = data.open_corpus(write_corpus(tmp_path / "a", ids[:50 * T + 3]), T)
+    grown = data.open_corpus(write_corpus(tmp_path / "b", ids, ends=[50 * T + 3]), T)
+    again = data.open_corpus(write_corpus(tmp_path / "c", ids, ends=[50 * T + 3, 70 * T]), T)
+    def order(corpus, samples):
+        return corpus.locate(np.arange(samples))[1].tolist()
+    assert (short.windows, grown.windows, again.windows) == (50, 90, 90)
+    assert order(grown, 90)[:50] == order(short, 50) and sorted(order(grown, 90)[50:]) == list(range(50, 90))
+    assert order(again, 90)[:50] == order(short, 50) and sorted(order(again, 69)) == list(range(69))
+    assert sorted(order(again, 180)[90:]) == list(range(90)) and order(again, 180)[90:140] != order(short, 50)
+    assert grown.continues(short.fingerprint) and not short.continues(grown.fingerprint)
+    other = write_corpus(tmp_path / "d", np.append(ids[:50 * T + 2], 7))
+    assert not grown.continues(data.open_corpus(other, T).fingerprint)
+    assert not grown.continues(data.open_corpus(f"{tmp_path}/b:1,{tmp_path}/c:1", T).fingerprint)
+
+
 def test_a_mix_keeps_its_weights_in_every_block_and_each_source_its_epochs(tmp_path):
     a = write_corpus(tmp_path / "a", counting(90 * T + 1))
     b = write_corpus(tmp_path / "b", counting(200 * T + 1))
@@ -134,7 +155,9 @@ def test_paths_with_colons_and_commas_are_not_mixes(tmp_path):
     assert data.mix_of(r"C:\a:3, D:\b:1") == [(r"C:\a", 0.75), (r"D:\b", 0.25)]
     (tmp_path / "a,b:1").mkdir()
     assert data.mix_of(str(tmp_path / "a,b:1")) == [(str(tmp_path / "a,b:1"), 1.0)]
-    for bad in ("a,b", "a:1,b", "a:-1,b:2", "a:0,b:1", "a:nan,b:1", ":1,b:1"):
+    assert data.mix_of("a.txt,b") == [("a.txt,b", 1.0)]        # several inputs, which make one corpus
+    assert data.mix_of("org/name:2024") == [("org/name:2024", 1.0)]
+    for bad in ("a:1,b", "a:-1,b:2", "a:0,b:1", "a:nan,b:1", ":1,b:1"):
         with pytest.raises(UserError, match="path:weight"):
             data.mix_of(bad)
 
@@ -279,65 +302,3 @@ def test_bare_files_in_a_directory_of_somebody_else(tmp_path, monkeypatch):
     (tmp_path / "train.bin").write_bytes(b"abc")
     with pytest.raises(UserError, match="odd number"):
         data.open_corpus(str(tmp_path), T)
-
-
-# ---- records ----------------------------------------------------------------------------------------------
-def test_a_directory_is_read_in_the_order_of_its_names_without_hidden_files(tmp_path):
-    for name in ("b.txt", "a/z.md", "a/b/c.txt", ".git/x.txt", ".hidden.txt", "image.png", "a.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name, encoding="utf-8", newline="")
-    records = data.read_records(str(tmp_path))
-    assert [record["text"] for record in records] == ["a/b/c.txt", "a/z.md", "a.txt", "b.txt"]
-    assert dict(records.left_out) == {"file of another format (.png)": 1}
-    assert records.bytes_read == records.total_bytes == 25
-
-
-def test_what_cannot_be_read_is_counted_with_its_first_place(tmp_path):
-    file = tmp_path / "x.jsonl"
-    lines = [b'\xef\xbb\xbf{"text": "one"}', b"", b"{broken", b"[1]", b'{"text": "\xff"}', b"{more broken",
-             b"[" * 100_000, '{"text": "zwö"}\r'.encode()]
-    file.write_bytes(b"\n".join(lines))
-    records = data.read_records(str(file))
-    for _ in range(2):                                         # counts start anew each time
-        assert [record["text"] for record in records] == ["one", "zwö"]
-        assert dict(records.left_out) == {"empty line": 1, "broken JSON line": 3, "not UTF-8": 1,
-                                          "JSON line that is no object": 1}
-        assert dict(records.noted) == {"byte order mark (removed)": 1}
-        assert records.example["broken JSON line"] == f"{file} line 3"
-
-
-@pytest.mark.parametrize("text, parts", [
-    ("a<sep>b<sep>c", ["a", "b", "c"]), ("a<sep>b<sep>\n", ["a", "b"]), ("a", ["a"]), ("", [""]),
-    ("<sep>a<sep><sep>b", ["", "a", "", "b"]), ("a<se<sep>p>b", ["a<se", "p>b"])])
-def test_a_separator_divides_a_text_file_wherever_blocks_end(text, parts):
-    class Dripping(io.BytesIO):
-        def read(self, size=-1):
-            return super().read(2)
-    assert [part.decode() for part in data.split_file(Dripping(text.encode()), b"<sep>")] == parts
-
-
-def test_unknown_sources_say_what_there_is(tmp_path):
-    (tmp_path / "story.txt").write_text("x", encoding="utf-8")
-    (tmp_path / "x.pdf").write_text("x", encoding="utf-8")
-    with pytest.raises(UserError, match=r"stories.txt does not exist \(near it: .*story.txt\)"):
-        data.read_records(str(tmp_path / "stories.txt"))
-    with pytest.raises(UserError, match="in none of the formats that are read here: .txt, .md, .jsonl"):
-        data.read_records(str(tmp_path / "x.pdf"))
-
-
-def test_the_standard_library_is_text_without_its_tests():
-    records = data.read_records("stdlib")
-    assert len(records.files) > 300 and not any("/test/" in path for path in records.files)
-    assert "import" in next(iter(records))["text"]
-
-
-@pytest.mark.skipif(os.name == "nt", reason="links need rights there")
-def test_linked_folders_are_read_and_a_link_that_leads_back_is_counted(tmp_path):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "a.txt").write_text("linked", encoding="utf-8")
-    (tmp_path / "here" / "part").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "here" / "back").symlink_to(tmp_path / "here")
-    files, other = data.find_files(str(tmp_path / "here"))
-    assert [os.path.basename(file) for file in files] == ["a.txt"]
-    assert other == {"folder that was read already (a link)": 1}

@@ -13,7 +13,8 @@ if (REPO / ".git").exists():           # a user's own scripts beside ours may lo
     LISTED = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, encoding="utf-8")
     FILES = [f for f in FILES if f.relative_to(REPO).as_posix() in LISTED.stdout.split()]
 SCRIPTS = [f for f in FILES if "config.run(main, Config)" in f.read_text(encoding="utf-8")]
-NOUNS = {"config", "tokenizer", "data", "optim", "checkpoint", "memory", "launch", "log", "model"}
+NOUNS = {"config", "tokenizer", "tokenizer_json", "bpe", "patterns", "records", "data", "optim", "checkpoint",
+         "memory", "launch", "log", "model"}
 
 
 def imports(file: Path) -> set[str]:

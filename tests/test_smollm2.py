@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import sample
 from packages import package  # noqa: F401  (a fixture)
-from test_tokenizer import SMOLLM2, smollm2_files
+from test_vocabularies import SMOLLM2, smollm2_files
 
 PROMPTS = {                            # and what must come (it knows little but English and code)
     "The capital of France is": " Paris.",

@@ -239,6 +239,51 @@ def test_data_that_changed_under_a_run_is_refused(corpus, tmp_path):
     assert other.size
 
 
+def test_a_longer_run_on_a_streamed_data_set_extends_it_and_goes_on(hub):
+    hub.texts = [f"{i} " + "A story that goes on. " * 20 for i in range(200)]
+    options = dict(out_dir="run", tokenizer="byte", document_mask=True)
+    go("org/stories", max_steps=4, **options)
+    (made,) = os.listdir("data")
+    segments = [data.open_corpus(f"data/{made}", 32).segments_of[0]]
+    result = go("org/stories", max_steps=30, **options)
+    segments.append(data.open_corpus(f"data/{made}", 32).segments_of[0])
+    assert result["steps"] == 30 and len(result["losses"]) == 26 and os.listdir("data") == [made]
+    assert len(segments[0]) == 2 and segments[0][-1] >= 4 * 8        # as many windows as the steps need
+    assert segments[1][:2] == segments[0] and segments[1][-1] >= 30 * 8
+    assert segments[1][-1] < 45 * 8, "read more than the run needs"
+
+
+class Letters:
+    """A tokenizer of somebody's own: 27 ids."""
+    vocab_size, eos_id = 27, 26
+
+    def encode(self, text):
+        return [ord(c) - 97 for c in text.lower() if "a" <= c <= "z"]
+
+    def decode(self, ids):
+        return "".join(chr(97 + i) for i in ids)
+
+
+def test_a_tokenizer_of_ones_own_trains_and_says_that_sampling_needs_it(capsys, monkeypatch):
+    Path("text.txt").write_text("Only the letters count. " * 400, encoding="utf-8")
+    result = go("text.txt", out_dir="run", tokenizer=Letters(), sample_interval=6)
+    out = capsys.readouterr().out
+    assert "1 x changed by the tokenizer's normalisation" in out and "--- sample ---" in out
+    assert "sampling needs tokenizer=" in out and result["bits_per_byte"] is None
+    assert not Path("run/tokenizer.json").exists()
+    assert set(sample.generate("run", "only", 5, seed=1, tokenizer=Letters())) <= set("onlythecusr")
+    with pytest.raises(UserError, match="has no tokenizer"):
+        sample.generate("run", "only", 5)
+    assert go("text.txt", out_dir="run", tokenizer=Letters(), max_steps=8)["steps"] == 8      # resumed
+    (made,) = Path("data").iterdir()
+    with pytest.raises(UserError, match="was made with another tokenizer than the one given"):
+        go(str(made), out_dir="other", tokenizer="byte")
+    assert go(str(made), out_dir="other", max_steps=2)["steps"] == 2
+    monkeypatch.setattr(launch, "processes_to_start", lambda cfg: 2)
+    with pytest.raises(UserError, match="the tokenizer is an object that cannot be saved"):
+        go("text.txt", out_dir="third", tokenizer=Letters())
+
+
 def test_states_are_kept_and_pruned(corpus):
     go(corpus, out_dir="run", save_interval=1, keep_last=2)
     assert sorted(os.listdir("run/checkpoints")) == ["00000005", "00000006"]
@@ -280,7 +325,7 @@ def test_ten_of_them_in_a_row_stop_the_run(corpus, monkeypatch):
 
 
 def test_a_loss_that_does_not_move_is_pointed_out(corpus, capsys):
-    go(corpus, out_dir="run", max_steps=50, lr=1e-9, warmup_ratio=0.5)
+    go(corpus, out_dir="run", max_steps=50, lr=1e-9, warmup_ratio=0.5, initializer_range=0.002)
     assert "warning: after the warm-up the loss is still" in capsys.readouterr().out
 
 
