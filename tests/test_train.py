@@ -271,7 +271,7 @@ def test_a_tokenizer_of_ones_own_trains_and_says_that_sampling_needs_it(capsys, 
     assert "1 x changed by the tokenizer's normalisation" in out and "--- sample ---" in out
     assert "sampling needs tokenizer=" in out and result["bits_per_byte"] is None
     assert not Path("run/tokenizer.json").exists()
-    assert set(sample.generate("run", "only", 5, seed=1, tokenizer=Letters())) <= set("onlythecusr")
+    assert sample.generate("run", "only", 5, seed=1, tokenizer=Letters()).isalpha()
     with pytest.raises(UserError, match="has no tokenizer"):
         sample.generate("run", "only", 5)
     assert go("text.txt", out_dir="run", tokenizer=Letters(), max_steps=8)["steps"] == 8      # resumed
