@@ -11,6 +11,7 @@ collective ever stands in a `finally`. The launchers' variables (RANK, SLURM_*, 
 """
 import contextlib
 import copy
+import ctypes
 import functools
 import glob
 import importlib.util
@@ -143,6 +144,8 @@ def start(cfg) -> "Run":
     dtype = choose_dtype(cfg.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if device.type == "cpu":
+        keep_freed_memory(True)
     if env.local_world > 1 and device.type == "cpu":
         share_cores(env)
     joined = env.world > 1 and not dist.is_initialized()
@@ -164,6 +167,24 @@ def share_cores(env: Environment) -> None:
         if env.launcher == "srun":                     # which may have bound each task to its share already
             cores = min(cores * env.local_world, os.cpu_count())
         torch.set_num_threads(max(1, cores // env.local_world))
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """
+    Whether freed tensors stay with the process. By default glibc gives the pages of every large one back to
+    the kernel and gets them anew, zeroed, in the next step: a quarter of the time of a 30M model on 2 cores.
+    Other C libraries are left alone.
+    """
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4              # malloc.h
+    try:
+        libc = ctypes.CDLL(None)
+        mallopt, malloc_trim = libc.mallopt, libc.malloc_trim
+    except (OSError, TypeError, AttributeError):       # macOS, Windows, musl
+        return
+    mallopt(M_MMAP_MAX, 0 if keep else 65536)          # 0: the heap, never a mapping of a tensor's own
+    mallopt(M_TRIM_THRESHOLD, -1 if keep else 128 * 1024)
+    if not keep:
+        malloc_trim(0)
 
 
 def available_cores() -> int:
@@ -351,6 +372,7 @@ def visiting():
     finally:
         for number, handler in handlers.items() if mine else ():
             signal.signal(number, handler)
+        keep_freed_memory(False)                       # and the program gets it back
 
 
 def out_of_memory(error) -> bool:

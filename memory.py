@@ -21,22 +21,21 @@ CPU_TOKENS = 4096      # per forward on a CPU; more is slower there (the activat
 def kept_by_a_layer(cfg: ModelConfig, width: int, recompute: str = "none") -> int:
     """
     Bytes per token that one layer keeps for its backward pass; `width` = bytes of the dtype of the products.
-    Norms work in fp32 and keep their input and its normalised form; linear layers keep their input;
-    attention its queries, keys, values, output and log-sum-exps; SwiGLU both factors, the activated gate and
-    the product.
+    Norms work in fp32 and keep their input; linear layers keep theirs; attention its queries, keys, values,
+    output and log-sum-exps; SwiGLU gate, factor and product.
     """
     D, I, H, G = cfg.hidden_size, cfg.intermediate_size, cfg.num_attention_heads, cfg.num_key_value_heads
     HK, GK = H * cfg.head_dim, G * cfg.head_dim
-    norm = D * (4 + 4 + width) + 4
-    head_norms = (HK + GK) * (4 + 4) + (H + G) * 4 if cfg.model_type == "qwen3" else 0
+    norm = D * (4 + width) + 4
+    head_norms = (HK + GK) * 4 + (H + G) * 4 if cfg.model_type == "qwen3" else 0
     attention = norm + head_norms + 2 * (HK + GK) * width + H * 4
-    mlp = norm + 4 * I * width
+    mlp = norm + 3 * I * width
     return {"none": attention + mlp, "attention": D * 4 + mlp, "layer": D * 4}[recompute]
 
 
 def kept_after_the_layers(cfg: ModelConfig, width: int) -> int:
     """Bytes per token: the final norm, and the gradient that the loss makes in its forward pass."""
-    return cfg.hidden_size * (4 + 4 + width) + 4
+    return cfg.hidden_size * (4 + width) + 4
 
 
 def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype,

@@ -22,7 +22,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from config import UserError
+from kernels.int8 import Int8Linear
 from kernels.loss import linear_cross_entropy
+from kernels.rms_norm import rms_norm
+from kernels.rope import rotate
+from kernels.swiglu import swiglu
 
 
 @dataclass
@@ -97,14 +101,6 @@ def _yarn_factor(scaling: dict, factor: float) -> float:
     return scale(factor)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """
-    Rotary embedding of x [B, heads, T, K]: dimension i turns with dimension i + K/2 (Hugging Face's layout).
-    """
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 # ---- cache ------------------------------------------------------------------------------------------------
 
 class Cache:
@@ -139,7 +135,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # cast once here, or autocast would make a copy for each of the linear layers that follow
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(compute_dtype(x))
+        return rms_norm(x, self.weight.to(x.dtype), self.eps).to(compute_dtype(x))
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -164,6 +160,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, G * K, bias=bias)
         self.v_proj = nn.Linear(D, G * K, bias=bias)
         self.o_proj = nn.Linear(H * K, D, bias=bias)
+        self.qkv_proj, self.sizes = None, (H * K, G * K, G * K)          # in_int8() puts the three in one
         if cfg.model_type == "qwen3":
             self.q_norm, self.k_norm = RMSNorm(K, cfg.rms_norm_eps), RMSNorm(K, cfg.rms_norm_eps)
         else:
@@ -171,12 +168,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], masks: dict, cache: Cache | None) -> Tensor:
         B, T, _ = x.shape
-        q = self.q_proj(x).view(B, T, -1, self.head_dim)                 # [B, T, H, K]
-        k = self.k_proj(x).view(B, T, -1, self.head_dim)                 # [B, T, G, K]
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        if self.qkv_proj is None:
+            parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        else:
+            parts = self.qkv_proj(x).split(self.sizes, -1)
+        q, k, v = (part.view(B, T, -1, self.head_dim) for part in parts)  # [B, T, H or G, K]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope)
+        q, k, v = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         mask = masks["sliding" if self.sliding else "full"]
@@ -192,9 +191,14 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
         self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=cfg.mlp_bias)
+        self.gate_up_proj = None                                         # in_int8() puts the two in one
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(swiglu(gate, up))
 
 
 class Layer(nn.Module):
@@ -334,8 +338,8 @@ class Model(nn.Module):
             self.rope_inverse = self.rope_inverse.to(ids.device)
         x = self.model.embed_tokens(ids)
         angles = positions[:, None, :, None].float() * self.rope_inverse          # [B or 1, 1, T, K/2]
-        angles = torch.cat((angles, angles), dim=-1)
-        rope = tuple((wave * self.rope_factor).to(compute_dtype(x)) for wave in (angles.cos(), angles.sin()))
+        cos, sin = angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        rope = [torch.cat(halves, -1).to(compute_dtype(x)) for halves in ((cos, cos), (-sin, sin))]
         masks = self.masks(T, documents, cache, compute_dtype(x))
         for layer in self.model.layers:
             x = layer(x, rope, masks, cache)
@@ -353,8 +357,29 @@ class Model(nn.Module):
         """
         x = self.hidden(ids, documents, positions, cache)
         if labels is None:
-            return F.linear(x, self.head)
+            return self.logits(x)
         return linear_cross_entropy(x.flatten(0, 1), self.head, labels.flatten()), (labels != -100).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [..., D] from hidden() -> [..., V]."""
+        if isinstance(self.lm_head, Int8Linear):
+            return self.lm_head(x)
+        return F.linear(x, self.head)
+
+    def in_int8(self) -> "Model":
+        """
+        Its matrices in 8 bits, in place: to generate on a CPU, not to train or to save. The embedding stays
+        as it is.
+        """
+        self.lm_head = Int8Linear(self.head)
+        for layer in self.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            attention.qkv_proj = Int8Linear.joined(attention.q_proj, attention.k_proj, attention.v_proj)
+            attention.o_proj = Int8Linear.joined(attention.o_proj)
+            mlp.gate_up_proj = Int8Linear.joined(mlp.gate_proj, mlp.up_proj)
+            mlp.down_proj = Int8Linear.joined(mlp.down_proj)
+            attention.q_proj = attention.k_proj = attention.v_proj = mlp.gate_proj = mlp.up_proj = None
+        return self
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
@@ -478,21 +503,38 @@ def pick(logits: Tensor, seen: list[Tensor], generator: torch.Generator | None =
             row[ids] = torch.where(values > 0, values / repetition_penalty, values * repetition_penalty)
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # no overflow at tiny temperatures
+    choices = None
     if top_k and top_k < logits.shape[-1]:
-        logits, choices = logits.topk(top_k)                             # [B, k], largest first
-    elif top_p is not None or min_p is not None:
-        logits, choices = logits.sort(descending=True)
-    else:
-        choices = None
+        logits, choices = logits.topk(top_k)                             # [B, k]
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature      # no overflow at tiny temperatures
     probabilities = logits.softmax(-1)
     if min_p is not None:
-        probabilities = probabilities.where(probabilities >= min_p * probabilities[:, :1], 0)
+        least = min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.where(probabilities >= least, 0)
     if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.where(before < top_p * probabilities.sum(-1, keepdim=True), 0)
-    index = torch.multinomial(probabilities, 1, generator=generator)     # [B, 1]; normalises by itself
+        enough = top_p * probabilities.sum(-1, keepdim=True)
+        ranked, order = probabilities.topk(min(1024, probabilities.shape[-1]))
+        if (ranked.sum(-1, keepdim=True) < enough).any():                # seldom, and 10 times as slow
+            ranked, order = probabilities.sort(descending=True)
+        probabilities = ranked.where(ranked.cumsum(-1) - ranked < enough, 0)
+        choices = order if choices is None else choices.gather(1, order)
+    index = draw(probabilities, generator)
     return (index if choices is None else choices.gather(1, index))[:, 0]
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """
+    [B, n], which need not add up to 1 -> [B, 1] indices. multinomial() makes n random numbers: on a CPU that
+    takes 15 times as long as to add up the row and look up one. UserError where they are NaN.
+    """
+    if probabilities.device.type != "cpu":
+        return torch.multinomial(probabilities, 1, generator=generator)
+    edges = probabilities.cumsum(-1, dtype=torch.float64)
+    if edges[:, -1].isnan().any():
+        raise UserError("the model's logits are NaN: its training diverged, or its weights overflow in this "
+                        "dtype (try fp32)")
+    point = torch.rand(len(edges), 1, dtype=torch.float64, generator=generator) * edges[:, -1:]
+    return torch.searchsorted(edges, point, right=True)                  # right: never where it is 0
 
 
 def context(ids: list[int], limit: int) -> list[int]:
@@ -530,7 +572,7 @@ def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, vocab_
         else:
             fresh = torch.tensor([text[-1:] for text in texts], device=device)
         held = [len(w) for w in windows]
-        logits = F.linear(model.hidden(fresh, cache=cache)[:, -1], model.head)[:, :vocab_size]     # [B, V]
+        logits = model.logits(model.hidden(fresh, cache=cache)[:, -1])[:, :vocab_size]     # [B, V]
         penalised = how.get("repetition_penalty", 1.0) != 1.0
         seen = [torch.tensor(sorted(set(w)), device=device) for w in windows] if penalised else []
         new = pick(logits, seen, generator, **how).tolist()

@@ -24,6 +24,7 @@ import config
 import launch
 import tokenizer as tokenizers
 from config import UserError
+from kernels.int8 import check_products
 from model import Model
 from model import generate as generate_ids
 
@@ -48,7 +49,7 @@ class Config:
     seed: int | None = None                # equal seeds give equal texts; None = another text each time
     # machine
     device: str = "auto"                   # auto = CUDA, MPS, CPU
-    dtype: str = "auto"                    # of weights and products: auto = bf16 on a GPU, fp32 elsewhere
+    dtype: str = "auto"                    # auto = bf16 on a GPU, fp32 elsewhere; int8 = faster on a CPU
 
 
 def main(cfg: Config) -> list[str]:
@@ -130,15 +131,19 @@ def converse(model: Model, options: dict) -> list[str]:
 def load_model(path: str | Path, device: str = "auto", dtype: str | torch.dtype | None = None) -> Model:
     """
     The model of an out_dir, a checkpoint or a Hugging Face directory, ready to generate; its `tokenizer` is
-    the directory's. dtype "fp32", "bf16", "fp16" or None: bf16 on a GPU, fp32 elsewhere. UserError says what
-    is missing.
+    the directory's. dtype "fp32", "bf16", "fp16" or None: bf16 on a GPU, fp32 elsewhere; "int8": fp32 with
+    the matrices in 8 bits, for a CPU (kernels/int8.py). UserError says what is missing.
     """
     place = launch.choose_device(device, launch.environment())
+    eight_bits = dtype in ("int8", torch.int8)
+    if eight_bits:
+        check_products(place)
+        dtype = torch.float32
     if not isinstance(dtype, torch.dtype):
         dtype = launch.choose_dtype(dtype or "auto", place)
     model, tokenizer = checkpoint.load_model_dir(path, place, dtype)
     model.tokenizer = tokenizer
-    return model.eval()
+    return model.in_int8().eval() if eight_bits else model.eval()
 
 
 def stream(model_or_path, prompt: str, max_new_tokens: int = 100, temperature: float = 0.8,

@@ -26,25 +26,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if hidden_needs else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight_needs else None
-        for rows, targets, start in zip(hidden.split(chunk), labels.split(chunk),
-                                        range(0, len(hidden), chunk)):
-            rows = rows.to(dtype)
-            logits = (rows @ head.T).float()                           # [chunk, V]
-            valid = targets != -100
-            targets = targets.where(valid, 0)[:, None]
-            largest = logits.amax(-1, keepdim=True)
-            picked = logits.gather(1, targets) - largest
-            exp = logits.sub_(largest).exp_()                          # in place: one [chunk, V] matrix
-            total = exp.sum(-1, keepdim=True)
-            loss += ((total.log() - picked)[:, 0] * valid).sum()
-            if hidden_needs or weight_needs:
-                probabilities = exp.mul_(valid[:, None] / total)
-                probabilities.scatter_add_(1, targets, -valid[:, None].float())
-                error = probabilities.to(dtype)                        # d loss / d logits
-                if hidden_needs:
-                    grad_hidden[start:start + chunk] = error @ head
-                if weight_needs:
-                    grad_weight += error.T @ rows
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            loss += one_chunk(hidden[rows].to(dtype), head, labels[rows],
+                              None if grad_hidden is None else grad_hidden[rows], grad_weight)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -53,8 +38,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (None if grad_hidden is None else (grad_hidden * grad).to(grad_hidden.dtype),
-                None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype), None, None, None)
+        # in place: autograd then refuses a second backward through the same graph, as it should
+        return (None if grad_hidden is None else grad_hidden.mul_(grad),
+                None if grad_weight is None else grad_weight.mul_(grad).to(ctx.weight_dtype),
+                None, None, None)
+
+
+def one_chunk(rows: Tensor, head: Tensor, targets: Tensor, grad_rows: Tensor | None,
+              grad_weight: Tensor | None) -> Tensor:
+    """The loss of some rows; writes their gradient, adds to that of the head. Its logits end with it."""
+    logits = (rows @ head.T).float()                                   # [chunk, V], from here on in place
+    valid = targets != -100
+    targets = targets.where(valid, 0)[:, None]
+    log_softmax = torch.log_softmax(logits, -1, out=logits)
+    loss = -(log_softmax.gather(1, targets)[:, 0] * valid).sum()
+    if grad_rows is None and grad_weight is None:
+        return loss
+    probabilities = log_softmax.exp_()
+    probabilities.scatter_add_(1, targets, probabilities.new_full(targets.shape, -1.0))
+    error = probabilities.to(rows.dtype)                               # d loss / d logits of the valid rows
+    if grad_rows is not None:
+        grad_rows.copy_((error @ head) * valid[:, None])
+    if grad_weight is not None:
+        add_product(grad_weight, error.T, rows * valid[:, None])
+    return loss
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, without a matrix for the product where the dtypes allow it."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def reference(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

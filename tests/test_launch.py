@@ -433,3 +433,29 @@ def test_a_device_that_computes_other_losses_than_the_cpu_is_refused():
     for wrong in (4.2, float("nan")):
         with pytest.raises(UserError, match="update macOS"):
             launch.compare_with_cpu(Network(wrong, 4.0), Ids(), mps)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts page faults in its own way elsewhere")
+def test_freed_tensors_are_used_again_without_page_faults():
+    code = """if True:
+        import ctypes, resource, torch, launch
+        if not hasattr(ctypes.CDLL(None), "mallopt"):
+            raise SystemExit("no glibc")
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(4):
+                torch.ones(2**24)                          # 64 MiB: 16,384 pages of 4 KiB
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        launch.keep_freed_memory(True)
+        faults()                                           # the heap grows
+        kept = faults()
+        launch.keep_freed_memory(False)
+        print(kept, faults())
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    if "no glibc" in done.stderr:
+        pytest.skip("not glibc")
+    kept, given_back = map(int, done.stdout.split())
+    assert kept < 1000 < given_back

@@ -1,4 +1,5 @@
 """model.py against transformers (logits, gradients), and its promises: cache, masks, chunked loss, sizes."""
+import copy
 import itertools
 
 import pytest
@@ -8,7 +9,8 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import kernels.loss as loss_kernel
 from config import UserError
-from model import Cache, Model, ModelConfig, context, count_parameters, generate, shape_for
+from model import (Cache, Model, ModelConfig, context, count_parameters, draw, generate, pick,
+                   shape_for)
 
 # odd sizes, so that a swapped dimension cannot pass
 ODD = dict(vocab_size=131, hidden_size=54, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
@@ -126,6 +128,14 @@ def test_loss_never_holds_more_logits_than_a_chunk():
     assert max(seen) == 64 * 1000
 
 
+def test_a_second_backward_through_the_loss_is_refused():
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    loss = loss_kernel.linear_cross_entropy(hidden, weight, torch.randint(0, 50, (6,)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
 def test_without_gradients_none_are_made():
     made = []
 
@@ -195,9 +205,10 @@ def collect(model, prompts, n, **options):
 def test_cache_never_changes_the_text_even_past_the_context_limit():
     model = tiny(max_position_embeddings=16)
     prompts = [some_ids(5).tolist(), some_ids(11, seed=3).tolist(), some_ids(40, seed=4).tolist()]
-    cached = collect(model, prompts, 30, temperature=0)
-    assert cached == collect(model, prompts, 30, temperature=0, cached=False)
-    assert cached == [collect(model, [p], 30, temperature=0)[0] for p in prompts]
+    for model in (model, copy.deepcopy(model).in_int8()):
+        cached = collect(model, prompts, 30, temperature=0)
+        assert cached == collect(model, prompts, 30, temperature=0, cached=False)
+        assert cached == [collect(model, [p], 30, temperature=0)[0] for p in prompts]
 
 
 def test_window_slides_by_half_of_the_context():
@@ -217,7 +228,6 @@ def test_padding_of_the_vocabulary_is_never_drawn():
 
 
 def test_sampling_filters_keep_what_they_promise():
-    from model import pick
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.15, 0.1]])).repeat(2000, 1)
     generator = torch.Generator().manual_seed(0)
 
@@ -234,6 +244,24 @@ def test_sampling_filters_keep_what_they_promise():
     assert drawn(top_k=3, top_p=0.8) == [0, 1]             # of the three kept: .56 + .28 >= .8
     seen = [torch.tensor([0])] * len(logits)
     assert drawn(temperature=0, seen=seen, repetition_penalty=3.0) == [1]
+
+
+def test_top_p_is_exact_where_the_likeliest_thousand_are_not_enough():
+    flat = torch.linspace(1, 0, 5000)[None]
+    descending = flat[0].softmax(-1)
+    wanted = int((descending.cumsum(0) - descending < 0.5).sum())          # 1,888 of them
+    drawn = pick(flat.expand(4_000, -1), [], torch.Generator().manual_seed(0), 1.0, top_p=0.5)
+    assert wanted - 100 < drawn.max() < wanted
+
+
+def test_tokens_are_drawn_as_often_as_their_probability_says():
+    probabilities = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.1, 0.0]]).repeat(100_000, 1)      # of 0.8
+    drawn = draw(probabilities, torch.Generator().manual_seed(0))
+    counts = drawn[:, 0].bincount(minlength=6)
+    assert counts[[0, 2, 5]].sum() == 0
+    torch.testing.assert_close(counts / 1e5, probabilities[0] / 0.8, rtol=0, atol=0.006)   # 4 sigma
+    with pytest.raises(UserError, match="logits are NaN"):
+        draw(torch.full((2, 6), torch.nan), None)
 
 
 # ---- shapes -----------------------------------------------------------------------------------------------

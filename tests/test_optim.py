@@ -204,3 +204,14 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_2000_finite_steps():
     off = optim.LossScale(False, torch.device("cpu"), 1024)
     off.update(torch.tensor(float("inf")))
     assert float(off.value) == 1
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 24), (5, 12, 24), (16, 40), (2, 3, 4, 12)])
+def test_newton_schulz_of_the_gram_matrix_equals_the_plain_one(shape):
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    x = g / g.norm(dim=(-2, -1), keepdim=True)
+    a, b, c = optim.NEWTON_SCHULZ
+    for _ in range(5):
+        A = x @ x.mT
+        x = a * x + (b * A + c * A @ A) @ x
+    torch.testing.assert_close(optim.orthogonalize(g), x, rtol=1e-3, atol=1e-4)

@@ -110,6 +110,12 @@ def test_a_loaded_model_knows_its_tokenizer_or_is_told():
     assert load_model("bare", "cpu", "bf16").head.dtype == torch.bfloat16
 
 
+def test_a_model_in_int8_writes_too(run, recites):
+    assert run(recites, "--prompt=abc", "--dtype=int8") == (0, "abcdefgh\n", "")
+    weights = dict(load_model("recites", "cpu", "int8").named_buffers())
+    assert {w.dtype for name, w in weights.items() if name.endswith("_proj.weight")} == {torch.int8}
+
+
 def test_the_tokenizer_of_another_model_is_refused():
     large = tokenizers.train_bpe(["one two three"] * 9, 300, say=str)
     model = reciter("abc")

@@ -3,6 +3,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -148,3 +149,13 @@ def test_an_answer_ends_at_its_end_of_text(model):
         if text.done:
             break
     assert text.done and new == 2 and "Rome" in answer and "<|" not in answer
+
+
+def test_8_bit_weights_cost_less_than_a_hundredth_of_a_nat(model, directory):
+    text = " ".join(topics["specialnames"].split())
+    ids = torch.tensor([model.tokenizer.encode(text)[:1025]])
+    labels = ids[0, 1:]
+    with torch.inference_mode():
+        exact, coarse = (torch.nn.functional.cross_entropy(m(ids[:, :-1])[0], labels).item()
+                         for m in (model, sample.load_model(directory, "cpu", "int8")))
+    assert len(labels) == 1024 and exact < 3.5 and abs(coarse - exact) < 0.01
