@@ -169,6 +169,8 @@ def prepare(source: str | Iterable, out_dir: str, tokenizer="auto", *, max_token
                              first=len(meta[name]["shards"]) if meta else 0) for name in ("train", "val"))
         room = None if max_tokens is None else max_tokens - (meta["tokens"] if meta else 0)
         complete, found = encode_all(texts, tokenizer, [train, val], out_dir, journal, room, workers, say)
+        if not os.path.isfile(os.path.join(out_dir, "tokenizer_config.json")):
+            tokenizer.save(out_dir)
         torn = [split.name for split in (train, val) if split.name in journal["torn"] and not split.tokens]
         if not part and not (meta and meta["tokens"]):
             torn = balance(train, val, tokenizer, options["val_fraction"], say)
@@ -320,8 +322,15 @@ def encode(chunk: list, tokenizer=None) -> tuple[np.ndarray, list[int], list[boo
     return np.concatenate(ids), lengths, changed
 
 
-def encoded(wanted: Iterable[Chunk], tokenizer, workers: int) -> Iterator[tuple]:
-    """(what encode() makes of it, chunk) in the order of the chunks; with several workers, a few ahead."""
+def save_tokenizer(out_dir: str):
+    worker_tokenizer.save(out_dir)
+
+
+def encoded(wanted: Iterable[Chunk], tokenizer, workers: int, out_dir: str) -> Iterator[tuple]:
+    """
+    (what encode() makes of it, chunk) in the order of the chunks; with several workers, a few ahead. One of
+    them also saves the tokenizer, which can take a second.
+    """
     if workers == 1:
         yield from ((encode(chunk.parts, tokenizer), chunk) for chunk in wanted)
         return
@@ -329,6 +338,7 @@ def encoded(wanted: Iterable[Chunk], tokenizer, workers: int) -> Iterator[tuple]
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     with ProcessPoolExecutor(workers, context, adopt, (tokenizer,)) as pool:
         ahead = deque()
+        pool.submit(save_tokenizer, out_dir)
         for chunk in wanted:
             ahead.append((pool.submit(encode, chunk.parts), chunk))
             if len(ahead) > 2 * workers:
@@ -369,7 +379,7 @@ def encode_all(texts: Texts, tokenizer, splits: list, out_dir: str, journal: dic
     progress, complete, found = Progress(total, room), True, None
     wanted = itertools.islice(chunks(texts, tokenizer), journal["cursor"]["chunks"], None)
     try:
-        with contextlib.closing(encoded(wanted, tokenizer, workers)) as results:
+        with contextlib.closing(encoded(wanted, tokenizer, workers, out_dir)) as results:
             for (ids, lengths, changed), chunk in results:
                 taken, found = journal["cursor"]["tokens"], chunk
                 val = np.repeat(np.array([val for _, val, _ in chunk.parts], bool), lengths)[taken:]
@@ -445,12 +455,12 @@ def balance(train: Shards, val: Shards, tokenizer, val_fraction: float, say) -> 
 
 # ---- the tokenizer ----------------------------------------------------------------------------------------
 def choose_tokenizer(tokenizer, texts: Texts, out_dir: str, journal: dict, say) -> Tokenizer:
-    """The one that was asked for, or a BPE trained on the text; it is saved with the corpus."""
+    """The one that was asked for, or a BPE trained on the text, which is saved at once."""
     if journal["tokenizer"] and tokenizer == "auto":       # trained before the run was killed, or extended
         return load_tokenizer(out_dir)
     if tokenizer == "auto":
         tokenizer = trained_on(texts, None, say)
-    tokenizer.save(out_dir)
+        tokenizer.save(out_dir)
     journal["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint,
                             "portable": tokenizer.portable}
     write_json(os.path.join(out_dir, UNFINISHED), journal)

@@ -22,6 +22,7 @@ vocabulary that we train.
 import base64
 import binascii
 import codecs
+import copy
 import hashlib
 import itertools
 import json
@@ -279,7 +280,7 @@ class HuggingFaceTokenizer(Tokenizer):
         lengths = super().token_lengths
         if self.bytewise:
             return lengths
-        first = next(i for i in range(self.vocab_size) if lengths[i] and self.decode([i]).strip())
+        first = next((i for i in np.flatnonzero(lengths).tolist() if self.decode([i]).strip()), self.eos_id)
         before = len(self.decode_bytes([first]))
         for i in np.flatnonzero(lengths):
             byte = self._by_byte and re.fullmatch(rb"<0x[0-9A-F]{2}>", self._table[i])
@@ -419,8 +420,18 @@ def load_tokenizer(source: object, eos_token: str | None = None) -> Tokenizer:
     token that ends a text where the source does not. Nothing is trained or guessed: UserError where the
     source lacks what is needed.
     """
-    if isinstance(source, Tokenizer):
-        return source
+    tokenizer = source if isinstance(source, Tokenizer) else _load(source, eos_token)
+    if eos_token is None or tokenizer.special.get(eos_token) == tokenizer.eos_id:
+        return tokenizer
+    if eos_token not in tokenizer.special:
+        raise UserError(f"{tokenizer!r} has no special token {eos_token!r} to end a text, only "
+                        f"{', '.join(list(tokenizer.special)[:20])}.")
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.eos_id = tokenizer.special[eos_token]
+    return tokenizer
+
+
+def _load(source: object, eos_token: str | None) -> Tokenizer:
     if not isinstance(source, (str, os.PathLike)):
         return _from_object(source, eos_token)
     source = os.fspath(source)
@@ -432,7 +443,11 @@ def load_tokenizer(source: object, eos_token: str | None = None) -> Tokenizer:
         return _from_directory(source, eos_token)
     path, _, pattern = source.rpartition(":")                   # ranks.tiktoken:cl100k
     if os.path.isfile(path):
-        return _from_ranks(path, _read_ranks(path) or {}, pattern)
+        ranks = _read_ranks(path)
+        if ranks is None:
+            raise UserError(f"{path} is no file of ranks (a token in base64 and its rank a line): only those "
+                            f"are followed by the name of a pattern, as in {source}.")
+        return _from_ranks(path, ranks, pattern)
     if os.path.isfile(source):
         ranks = _read_ranks(source)
         return _from_ranks(source, ranks, None) if ranks else _from_file(source, eos_token)

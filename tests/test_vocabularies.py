@@ -181,6 +181,16 @@ def test_a_directory_with_ranks_alone_is_a_tokenizer(package, tmp_path):  # noqa
     assert load_tokenizer(tmp_path).fingerprint == load_tokenizer(tmp_path / "tokenizer.model").fingerprint
 
 
+def test_an_end_of_text_that_is_named_ends_texts(package):  # noqa: F811
+    requirement, folder, file, *_ = FILES["qwen3"]
+    path = package(requirement, folder + file) / folder / file
+    first = load_tokenizer(path)
+    assert load_tokenizer(path, eos_token="<|im_end|>").eos_id == 151_645
+    assert load_tokenizer(first, eos_token="<|im_end|>").eos_id == 151_645 and first.eos_id == 151_643
+    with pytest.raises(UserError, match="no special token '</s>' to end a text, only <.endoftext"):
+        load_tokenizer("byte", eos_token="</s>")
+
+
 def test_other_ranks_need_the_name_of_a_pattern(own, tmp_path):  # noqa: F811
     path = tmp_path / "my.tiktoken"
     lines = [b"%s %d" % (ours.base64.b64encode(token), rank) for token, rank in own.ranks.items()]
@@ -194,6 +204,9 @@ def test_other_ranks_need_the_name_of_a_pattern(own, tmp_path):  # noqa: F811
     path.write_bytes(b"IQ== 0\nIg== one\n")
     with pytest.raises(UserError, match="my.tiktoken, line 2: a token in base64"):
         load_tokenizer(path)
+    (tmp_path / "a.txt").write_bytes(b"")
+    with pytest.raises(UserError, match="a.txt is no file of ranks"):
+        load_tokenizer(f"{tmp_path / 'a.txt'}:gpt2")
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00")
     with pytest.raises(UserError, match="a model of SentencePiece.*save_pretrained"):
         load_tokenizer(tmp_path / "tokenizer.model")
