@@ -533,7 +533,10 @@ def _from_ranks(path: str, ranks: dict[bytes, int], pattern: str | None) -> Toke
     special = dict(zip(names, free))
     unmade = {}
     if name == "Qwen3.5":        # its entries that no merge makes are never used by Hugging Face: as there
-        unmade = {token: ranks[token] for token in bpe.merges_of(ranks)[1]}
+        # (behind it 0xFF, with which no token joins, keeps tiktoken from looking a whole piece up)
+        core = tiktoken.Encoding("probe", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})._core_bpe
+        unmade = {token: rank for token, rank in ranks.items() if token != b"\xff"
+                  and core.encode_single_piece(token + b"\xff") != [rank, ranks[b"\xff"]]}
     llama = name.startswith("Llama")
     return Tokenizer(name, {token: i for token, i in ranks.items() if token not in unmade}, special,
                      special[names[1 if llama else 0]], special[names[0]] if llama else None,
