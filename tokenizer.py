@@ -534,7 +534,7 @@ def _from_ranks(path: str, ranks: dict[bytes, int], pattern: str | None) -> Toke
     unmade = {}
     if name == "Qwen3.5":        # its entries that no merge makes are never used by Hugging Face: as there
         # (behind it 0xFF, with which no token joins, keeps tiktoken from looking a whole piece up)
-        core = tiktoken.Encoding("probe", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={})._core_bpe
+        core = tiktoken.Encoding("probe", pat_str=".", mergeable_ranks=ranks, special_tokens={})._core_bpe
         unmade = {token: rank for token, rank in ranks.items() if token != b"\xff"
                   and core.encode_single_piece(token + b"\xff") != [rank, ranks[b"\xff"]]}
     llama = name.startswith("Llama")
