@@ -4,8 +4,8 @@ Rotary embedding with a backward pass of its own, for CPUs: dimension i turns wi
     y[:K/2] = x[:K/2] cos - x[K/2:] sin        y[K/2:] = x[K/2:] cos + x[:K/2] sin
 
 `cos` and `sin` come with both halves of K, and the first half of `sin` negated. The gradient turns the other
-way. Three passes over x in place of five: 2.6 ms instead of 5.4 for
-[12, 6, 256, 64] forward and backward on one core (fp32).
+way. Fewer passes over x: 2.0 ms instead of the reference's 3.9 for [12, 6, 256, 64] forward and backward on
+one core (fp32).
 """
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of the same arguments, in one line."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
