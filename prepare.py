@@ -118,9 +118,10 @@ def main(cfg: Config) -> dict | None:
         return only_tokenizer(cfg.data, cfg.train_tokenizer, cfg.out_dir, options)
     if cfg.out_dir is None and (cfg.part or cfg.data == "-"):
         raise UserError(f"{'--part' if cfg.part else '--data=-'} needs an --out_dir")
-    out_dir = cfg.out_dir or target(cfg.data, cfg.tokenizer, options)
+    tokenizer = cfg.tokenizer if cfg.tokenizer == "auto" else load_tokenizer(cfg.tokenizer)
+    out_dir = cfg.out_dir or target(open_records(cfg.data, options), tokenizer, options)
     try:
-        return prepare(cfg.data, out_dir, cfg.tokenizer, max_tokens=cfg.max_tokens, part=cfg.part,
+        return prepare(cfg.data, out_dir, tokenizer, max_tokens=cfg.max_tokens, part=cfg.part,
                        workers=cfg.workers or launch.available_cores(), **options)
     except KeyboardInterrupt:
         print(f"stopped: the same command goes on with {out_dir}", file=sys.stderr)
@@ -157,9 +158,8 @@ def prepare(source: str | Iterable, out_dir: str, tokenizer="auto", *, max_token
         say(f"{out_dir} is there already, made from the same input with the same options")
         return meta
     texts = Texts(records, options)
-    if not part and next(iter(texts), None) is None:
-        found = tally(records, records.left_out) or "no file to read"
-        raise UserError(f"{title} holds no document to train on: {found}")
+    if not part:
+        texts.refuse_none(title)
     with writing(out_dir), exclusive(out_dir, say):
         if (meta := finished(out_dir, key, max_tokens)) and reaches(meta, max_tokens):
             return meta                              # by the process that we waited for
@@ -210,6 +210,12 @@ class Texts:
             if place is not None:
                 documents += 1
                 yield record[key], place < self.options["val_fraction"]
+
+    def refuse_none(self, source: str):
+        """UserError, with what was met instead, where there is no document at all."""
+        if next(iter(self), None) is None:
+            found = tally(self.records, self.records.left_out) or "no file to read"
+            raise UserError(f"{source} holds no document to train on: {found}")
 
     def check(self, record: dict, seen: set) -> float | None:
         """
@@ -404,9 +410,10 @@ def encode_all(texts: Texts, tokenizer, splits: list, out_dir: str, journal: dic
         progress.clear()
     save_journal(out_dir, journal, splits)
     found = texts.records if complete else found
-    changed = {"changed by the tokenizer's normalisation": journal["cursor"]["changed"]}
-    return complete, {"left_out": dict(found.left_out), "noted": {**found.noted, **changed} if all(
-        changed.values()) else dict(found.noted)}
+    noted = dict(found.noted)
+    if changed := journal["cursor"]["changed"]:
+        noted["changed by the tokenizer's normalisation"] = changed
+    return complete, {"left_out": dict(found.left_out), "noted": noted}
 
 
 def advance(cursor: dict, chunk: Chunk, changed: list[bool]) -> dict:
@@ -505,9 +512,7 @@ def only_tokenizer(source: str, vocab_size: int, out_dir: str | None, options: d
         raise UserError(f"{out_dir} holds {taken[0]} already: choose another --out_dir")
     with spooled(out_dir, print) if source == "-" else contextlib.nullcontext((source, None)) as (file, _):
         texts = Texts(open_records(file, options), options)
-        if next(iter(texts), None) is None:
-            raise UserError(f"{source} holds no document to learn from: "
-                            f"{tally(texts.records, texts.records.left_out) or 'no file to read'}")
+        texts.refuse_none(source)
         tokenizer = trained_on(texts, vocab_size, print)
     with writing(out_dir):
         tokenizer.save(out_dir)
@@ -524,10 +529,8 @@ def key_of(source, tokenizer, options: dict) -> str:
     return digest([FORMAT, source, by, options])
 
 
-def target(source: str, tokenizer, options: dict) -> str:
+def target(records: Records, tokenizer, options: dict) -> str:
     """data/<name>-<key>: where a corpus goes that was given no place."""
-    tokenizer = tokenizer if tokenizer == "auto" else load_tokenizer(tokenizer)
-    records = open_records(source, options)
     name = re.sub(r"[^\w.-]+", "-", records.name)
     return os.path.join("data", f"{name}-{key_of(records.identity(), tokenizer, options)[:8]}")
 
@@ -896,21 +899,21 @@ def corpus_of(path: str, tokenizer, rank: int, world: int, say, tokens: int | No
     if tokenizer is None:
         raise UserError(f"{path} is raw text, and the model that it is for has no tokenizer: give "
                         f"--tokenizer=<its name or path>")
-    out_dir = target(path, tokenizer, options)
+    tokenizer = tokenizer if tokenizer == "auto" else load_tokenizer(tokenizer)
+    out_dir = target(records, tokenizer, options)
     tokens = tokens if records.streamed else None
 
-    def enough() -> dict | None:
-        meta = os.path.isfile(os.path.join(out_dir, "meta.json")) and read_json(f"{out_dir}/meta.json")
-        good = meta and (meta["complete"] or (tokens is not None and meta["train"]["tokens"] >= tokens))
-        return meta if good else None
+    def enough() -> bool:
+        path = os.path.join(out_dir, "meta.json")
+        meta = read_json(path) if os.path.isfile(path) else None
+        return bool(meta) and (meta["complete"] or (tokens is not None and meta["train"]["tokens"] >= tokens))
 
     if enough():
         say(f"{path} was prepared before: {out_dir}")
     elif rank == 0:
         say(f"{path} is raw text: preparing it in {out_dir}")
-        with writing(os.path.dirname(out_dir)):
-            pass
-        with announced(out_dir + ".note.json") if world > 1 else contextlib.nullcontext():
+        note = announced(out_dir + ".note.json") if world > 1 else contextlib.nullcontext()
+        with writing(os.path.dirname(out_dir)), note:
             limit = tokens and math.ceil(tokens / (1 - options["val_fraction"])) + WINDOW
             while not enough():                      # once more, where validation got more than its share
                 meta = prepare(path, out_dir, tokenizer, max_tokens=limit, say=say, **options)

@@ -744,7 +744,8 @@ def test_a_failure_of_rank_0_is_everybodys_at_once():
 
 def test_the_failure_of_an_earlier_run_is_not_believed(monkeypatch):
     source = write_jsonl("in.jsonl", [story(i) for i in range(30)])
-    target = module.target(source, "byte", {key: getattr(module.Config, key) for key in module.OPTIONS})
+    options = module.with_defaults({})
+    target = module.target(module.open_records(source, options), load_tokenizer("byte"), options)
     os.makedirs("data")
     for host in (module.platform.node(), "another-machine"):
         note = {"host": host, "time": module.STARTED - 1, "error": "old trouble"}
