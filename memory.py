@@ -13,7 +13,7 @@ from kernels.loss import CHUNK
 from model import Model, ModelConfig
 
 HEADROOM = 0.85        # share of the memory that may be planned: the rest is fragmentation, NCCL, the driver
-CPU_TOKENS = 4096      # per forward on a CPU; more is slower there (the activations leave the cache)
+CPU_TOKENS = 2048      # per forward on a CPU: as fast as more, and takes less memory
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------

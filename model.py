@@ -107,9 +107,12 @@ class Cache:
     """
     Keys and values of the tokens seen so far, allocated once: [B, G, capacity, K] per layer. Rows are
     aligned at their right end: row b's first `padding[b]` slots are empty and are never attended to.
+    While `at` is set, an int64 tensor [1], a step of one token works on fixed shapes and addresses: it
+    writes into slot at[0] and looks at the whole capacity through a mask.
     """
     def __init__(self, model: "Model", batch: int, capacity: int, padding: Tensor | None = None):
         cfg, weight = model.cfg, model.model.embed_tokens.weight
+        self.at: Tensor | None = None
         shape = (batch, cfg.num_key_value_heads, capacity, cfg.head_dim)
         empty = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
         self.keys = [empty.clone() for _ in model.model.layers]
@@ -118,6 +121,9 @@ class Cache:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k, v [B, G, T, K] behind what is there; returns everything stored so far for that layer."""
+        if self.at is not None:
+            return (self.keys[layer].index_copy_(2, self.at, k),
+                    self.values[layer].index_copy_(2, self.at, v))
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"cache of {self.capacity} slots asked to hold {end}"
         self.keys[layer][:, :, self.length:end] = k
@@ -305,13 +311,14 @@ class Model(nn.Module):
         """
         past, device = (cache.length if cache is not None else 0), self.head.device
         padded = cache is not None and cache.padding is not None
-        window = self.cfg.sliding_window
-        sliding = window is not None and past + T > window
-        plain = documents is None and not padded and (past == 0 or T == 1)
+        fixed = cache is not None and cache.at is not None
+        keys, window = cache.capacity if fixed else past + T, self.cfg.sliding_window
+        sliding = window is not None and keys > window
+        plain = documents is None and not padded and not fixed and (past == 0 or T == 1)
         if plain and not sliding:
             return {"full": None, "sliding": None}
-        query = past + torch.arange(T, device=device)[:, None]           # [T, 1] slots
-        key = torch.arange(past + T, device=device)[None, :]             # [1, keys] slots
+        query = cache.at[:, None] if fixed else past + torch.arange(T, device=device)[:, None]  # [T, 1] slots
+        key = torch.arange(keys, device=device)[None, :]                 # [1, keys] slots
         seen = (key <= query)[None, None]                                # [1, 1, T, keys]
         if padded:
             # an empty slot still sees itself: a softmax over nothing would be NaN
@@ -331,7 +338,7 @@ class Model(nn.Module):
         if positions is None:
             positions = torch.arange(T, device=ids.device)[None]
             if cache is not None:
-                positions = positions + cache.length
+                positions = positions + (cache.length if cache.at is None else cache.at)
                 if cache.padding is not None:
                     positions = (positions - cache.padding[:, None]).clamp(min=0)
         if self.rope_inverse.device != ids.device:
@@ -342,7 +349,8 @@ class Model(nn.Module):
         rope = [torch.cat(halves, -1).to(compute_dtype(x)) for halves in ((cos, cos), (-sin, sin))]
         masks = self.masks(T, documents, cache, compute_dtype(x))
         for layer in self.model.layers:
-            x = layer(x, rope, masks, cache)
+            # past a cache uncompiled: torch.compile would specialise on its lengths
+            x = (layer if cache is None else layer.forward)(x, rope, masks, cache)
         if cache is not None:
             cache.length += T
         return self.model.norm(x)
@@ -550,16 +558,56 @@ def context(ids: list[int], limit: int) -> list[int]:
     return ids[dropped:]
 
 
+class Replay:
+    """
+    The step of one token behind a cache, always on the same memory: a CUDA graph, which launches its hundreds
+    of small kernels at once. (On other devices the same step without a graph, for tests.)
+    """
+    def __init__(self, model: Model, cache: Cache):
+        self.model, self.cache, self.graph = model, cache, None
+        device, batch = model.head.device, len(cache.keys[0])
+        self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.at = torch.full((1,), cache.length, device=device)
+        if device.type == "cuda":
+            side = torch.cuda.Stream()                         # what is made once must not enter the graph
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.compute()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.compute()
+
+    def compute(self) -> None:
+        length, self.cache.at = self.cache.length, self.at
+        self.logits = self.model.logits(self.model.hidden(self.ids, cache=self.cache)[:, -1])
+        self.cache.length, self.cache.at = length, None
+
+    def step(self, ids: Tensor) -> Tensor:
+        """ids [B, 1] -> logits [B, V], which the next step overwrites."""
+        self.ids.copy_(ids)
+        self.at.fill_(self.cache.length)
+        if self.graph is None:
+            self.compute()
+        else:
+            self.graph.replay()
+        self.cache.length += 1
+        return self.logits
+
+
 @torch.inference_mode()
 def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, vocab_size: int | None = None,
-             generator: torch.Generator | None = None, cached: bool = True, **how) -> Iterator[list[int]]:
+             generator: torch.Generator | None = None, cached: bool = True, replayed: bool | None = None,
+             **how) -> Iterator[list[int]]:
     """
     Yields a list of B new ids, `max_new_tokens` times; stop by leaving the loop. Ids from `vocab_size` on
-    (padding of the embedding) are never drawn. `cached=False` runs the whole context each time: slow, the
-    reference for the cache.
+    (padding of the embedding) are never drawn. `replayed`: steps of one token by Replay; None = on CUDA.
+    `cached=False` runs the whole context each time: slow, the reference for the cache.
     """
     device, limit = model.head.device, model.cfg.max_position_embeddings
-    texts, cache = [list(p) for p in prompts], None
+    replayed = device.type == "cuda" if replayed is None else replayed
+    texts, cache, replay = [list(p) for p in prompts], None, None
     for _ in range(max_new_tokens):
         windows = [context(text, limit) for text in texts]
         longest = max(map(len, windows))
@@ -567,12 +615,14 @@ def generate(model: Model, prompts: list[list[int]], max_new_tokens: int, vocab_
             empty = [longest - len(w) for w in windows]
             padding = torch.tensor(empty, device=device) if any(empty) else None
             room = min(limit, longest + max_new_tokens)
-            cache = Cache(model, len(texts), room, padding)
+            cache, replay = Cache(model, len(texts), room, padding), None
             fresh = torch.tensor([[0] * e + w for e, w in zip(empty, windows)], device=device)
+            logits = model.logits(model.hidden(fresh, cache=cache)[:, -1])
         else:
             fresh = torch.tensor([text[-1:] for text in texts], device=device)
-        held = [len(w) for w in windows]
-        logits = model.logits(model.hidden(fresh, cache=cache)[:, -1])[:, :vocab_size]     # [B, V]
+            replay = replay or (Replay(model, cache) if replayed else None)
+            logits = replay.step(fresh) if replay else model.logits(model.hidden(fresh, cache=cache)[:, -1])
+        held, logits = [len(w) for w in windows], logits[:, :vocab_size]                   # [B, V]
         penalised = how.get("repetition_penalty", 1.0) != 1.0
         seen = [torch.tensor(sorted(set(w)), device=device) for w in windows] if penalised else []
         new = pick(logits, seen, generator, **how).tolist()

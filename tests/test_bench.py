@@ -1,5 +1,6 @@
 """The referee: equal work, fair clocks, and nothing hidden that went wrong."""
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import bench
-from bench import Config, Contestant, run_race
+from bench import Config
+from benchmarks import learn, prepare, sample, train
+from benchmarks.race import Contestant, alone, compare, machine, run_race, show
 from config import UserError
 
 BENCH = Path(bench.__file__)
@@ -74,7 +77,7 @@ def test_a_ratio_is_taken_within_a_round():
     def runs(*seconds):
         return [{"seconds": s, "cpu_seconds": s, "peak_memory": s, "peak_memory_of_a_worker": 0, "result": 1}
                 for s in seconds]
-    row = bench.compare("theirs", runs(2, 30, 8), runs(1, 10, 1), 60)      # the machine was busy in round 2
+    row = compare("theirs", runs(2, 30, 8), runs(1, 10, 1), 60)      # the machine was busy in round 2
     assert row["ratios"] == [2, 3, 8] and row["ratio"] == 3
     assert row["rate"] == 60 / 8 and row["peak_memory"] == 30 and row["equal"]
 
@@ -82,7 +85,7 @@ def test_a_ratio_is_taken_within_a_round():
 def test_a_result_that_is_not_ours_is_marked():
     found = race(Contestant("ours", quick), Contestant("theirs", wrong))
     assert [row["equal"] for row in found["rows"]] == [True, False]
-    text = bench.show({"machine": bench.machine(), "races": [found]})
+    text = show({"machine": machine(), "races": [found]})
     marked = [line for line in text.splitlines() if "ITS RESULT IS NOT OURS" in line]
     assert len(marked) == 1 and marked[0].startswith("theirs")
 
@@ -93,7 +96,7 @@ def test_a_peer_that_is_missing_or_broken_is_named_and_left_out():
     assert [row["name"] for row in found["rows"]] == ["ours"]
     assert found["left_out"] == {"absent": "pip install no_such_package",
                                  "broken": "broken failed: OSError: it is broken"}
-    text = bench.show({"machine": bench.machine(), "races": [found]})
+    text = show({"machine": machine(), "races": [found]})
     assert "left out: pip install no_such_package" in text
     with pytest.raises(UserError, match="ours failed: OSError: it is broken"):
         race(Contestant("ours", broken), Contestant("theirs", quick))
@@ -144,7 +147,7 @@ def test_prepare_runs_on_the_users_own_text():
 
 
 def test_other_results_than_ours_end_with_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "prepare", lambda cfg, folder: [
+    monkeypatch.setattr(prepare, "races", lambda cfg, folder: [
         race(Contestant("ours", quick), Contestant("theirs", wrong))])
     with pytest.raises(SystemExit) as ended:
         bench.main(Config(json=True))
@@ -153,10 +156,10 @@ def test_other_results_than_ours_end_with_exit_code_1(monkeypatch, capsys):
 
 
 def test_the_made_text_is_code_and_prose_of_the_size_that_was_asked_for():
-    texts = list(bench.documents_of(Config(megabytes=2)))
+    texts = list(prepare.documents_of(Config(megabytes=2)))
     size = sum(len(text.encode()) for text in texts)
     assert 2e6 <= size < 2.2e6
-    assert texts == list(bench.documents_of(Config(megabytes=2)))
+    assert texts == list(prepare.documents_of(Config(megabytes=2)))
     code = [text for text in texts if "import " in text and "    " in text]
     prose = [text for text in texts if "    " not in text and ". " in text]
     assert sum(map(len, code)) > 0.5e6 and sum(map(len, prose)) > 0.5e6
@@ -168,13 +171,84 @@ def test_without_gpt2s_vocabulary_one_is_trained_on_the_text(monkeypatch):
             raise UserError("no network")
         return load(source)
 
-    load = bench.load_tokenizer
-    monkeypatch.setattr(bench, "load_tokenizer", offline)
-    bench.write_jsonl("text.jsonl", bench.documents_of(Config(megabytes=0.3)))
-    source, name = bench.choose_vocabulary("auto", "text.jsonl", os.getcwd())
-    encoding, end, _ = bench.encoding_of(source)
+    load = prepare.load_tokenizer
+    monkeypatch.setattr(prepare, "load_tokenizer", offline)
+    prepare.write_jsonl("text.jsonl", prepare.documents_of(Config(megabytes=0.3)))
+    source, name = prepare.choose_vocabulary("auto", "text.jsonl", os.getcwd())
+    encoding, end, _ = prepare.encoding_of(source)
     text = "def naïve(x):\n    return [x, 1234]\n"
     assert encoding.encode_ordinary(text) == load(source).encode(text) and end == load(source).eos_id
     assert "entries" in name
     with pytest.raises(UserError):
-        bench.choose_vocabulary("gpt2", "text.jsonl", os.getcwd())
+        prepare.choose_vocabulary("gpt2", "text.jsonl", os.getcwd())
+
+
+# ---- train, learn, sample ---------------------------------------------------------------------------------
+def tiny(folder, **changes):
+    work = dict(layers=1, width=64, vocabulary=300, context=32, batch=4, compiled=False, device="cpu",
+                steps=3, every=1, **changes)
+    return {**work, "corpus": train.corpus_of(str(folder), 300)}
+
+
+def measured(run, **arguments):
+    return alone(Contestant(run.__name__, run), os.getcwd(), arguments)
+
+
+def test_the_contestants_of_train_do_the_same_work(tmp_path):
+    work = tiny(tmp_path)
+    for run in (train.ours, train.plain_loop, train.two_ranks):
+        found = measured(run, work=work)
+        assert 0 < found["seconds"] < 30 and found["cpu_seconds"] == 0, run   # of the steps, not of the call
+    settings = train.settings_of("out", work)
+    assert settings["max_steps"] == 3 + train.WARM_UP and settings["params"] == 12 * 64 ** 2 + 300 * 64
+
+
+def test_the_plain_gpt2_has_the_parameters_that_train_py_is_given():
+    import torch                               # here: a contestant of this file would be charged for it
+    model = train.gpt2(2, 64, 300, 32, 2)
+    counted = sum(p.numel() for p in model.parameters() if p.ndim == 2) - 32 * 64      # less the positions
+    assert counted == train.parameters(layers=2, width=64, vocabulary=300, context=32)
+    ids = torch.arange(32)[None]
+    assert abs(model(ids, ids + 200).item() - math.log(300)) < 0.2 and model(ids).shape == (1, 300)
+
+
+def test_nanogpts_own_program_is_run_and_its_lines_are_read(tmp_path):
+    (tmp_path / "model.py").write_text("name = 'theirs'\n", encoding="utf-8", newline="\n")
+    (tmp_path / "train.py").write_text("""
+import os, pickle, sys, model
+flags = dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[1:])
+assert model.name == "theirs" and flags["n_layer"] == "1" and flags["compile"] == "False", flags
+assert pickle.load(open(os.path.join(flags["dataset"], "meta.pkl"), "rb"))["vocab_size"] == 300
+for step in range(8):
+    print(f"iter {step}: loss 4.0000, time {1000 if step < 4 else 20 * (step - 3):.2f}ms, mfu -100.00%")
+""", encoding="utf-8", newline="\n")
+    found = measured(train.nanogpt, work=tiny(tmp_path, nanogpt=str(tmp_path)))
+    assert found["seconds"] == pytest.approx(3 * 0.050)            # the median of 20, 40, 60, 80 ms
+    for command in ("train", "learn", "sample"):
+        with pytest.raises(UserError, match="nanogpt=nowhere holds no model.py"):
+            bench.main(Config(command=command, nanogpt="nowhere"))
+
+
+def test_learn_compares_losses_tokens_and_cpu_seconds(monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    few = dict(learn.TASKS["characters"], layers=1, width=32, heads=2, ours=10, theirs=20, warm_up=3)
+    monkeypatch.setattr(learn, "TASKS", {"characters": few})
+    Path("input.txt").write_text("To be, or not to be, that is the question.\n" * 400, encoding="utf-8")
+    found = bench.main(Config(command="learn", data="input.txt", rounds=1, plot="losses.png"))
+    ours, theirs = found["races"][0]["rows"]
+    assert (ours["tokens"], theirs["tokens"]) == (10 * 12 * 64, 20 * 12 * 64)
+    assert len(ours["curve"]) == 10 and len(theirs["curve"]) == 20
+    for row in (ours, theirs):
+        assert 0 < row["loss"] < row["curve"][0][1] and row["cpu_seconds"] > 0
+    shown = capsys.readouterr().out
+    assert "ours / a plain loop, nanoGPT's recipe: 0.50 x the tokens" in shown
+    assert Path("losses.png").stat().st_size > 5000
+
+
+def test_the_contestants_of_sample_write_as_many_tokens(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sample, "WIDTH", 64), monkeypatch.setattr(sample, "HEADS", 1)
+    monkeypatch.setattr(sample, "BATCHES", (1,))
+    [one] = sample.races(Config(command="sample", rounds=1, tokens=4), os.getcwd())
+    assert [row["name"] for row in one["rows"]][:2] == ["model.generate", "model.generate in int8"]
+    assert len(one["rows"]) == 4 and not one["left_out"] and all(row["equal"] for row in one["rows"])

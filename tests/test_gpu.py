@@ -27,10 +27,12 @@ def test_loss_and_gradients_equal_the_cpus():
 
 
 def test_greedy_text_equals_the_cpus():
+    """Past the context's end, too, with and without a graph of the step."""
     prompts = [some_ids(5).tolist(), some_ids(9, seed=2).tolist()]
-    texts = [list(generate(tiny(max_position_embeddings=64).to(device), prompts, 20, temperature=0))
-             for device in ("cpu", "cuda")]
-    assert texts[0] == texts[1]
+    texts = [list(generate(tiny(max_position_embeddings=16).to(device), prompts, 40, temperature=0,
+                           replayed=replayed))
+             for device, replayed in (("cpu", False), ("cuda", False), ("cuda", True))]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

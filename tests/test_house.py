@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent
-FILES = sorted([*REPO.glob("*.py"), *REPO.glob("kernels/*.py"), *REPO.glob("parallel/*.py")])
+FOLDERS = "kernels", "parallel", "benchmarks"
+FILES = sorted([*REPO.glob("*.py"), *(file for folder in FOLDERS for file in REPO.glob(f"{folder}/*.py"))])
 if (REPO / ".git").exists():           # a user's own scripts beside ours may look as they like
     LISTED = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, encoding="utf-8")
     FILES = [f for f in FILES if f.relative_to(REPO).as_posix() in LISTED.stdout.split()]
@@ -42,7 +43,10 @@ def test_arrows_point_one_way():
             assert not tops & scripts, f"{file} imports a script"
         if file in SCRIPTS:
             assert not tops & (scripts - {"prepare"}), f"{file} imports a script other than prepare.py"
-        assert "transformers" not in tops, file
+        if file.parent.name == "benchmarks":
+            assert "bench" not in tops, file
+        else:                                  # peers run in processes of their own
+            assert not tops & {"transformers", "datasets"} or file.stem == "records", file
 
 
 def test_text_files_are_opened_with_encoding_and_newline():
@@ -128,12 +132,13 @@ def test_help_names_every_key_with_its_comment(script):
 
 def test_readme_names_only_what_exists():
     text = (REPO / "README.md").read_text(encoding="utf-8")
-    for path in set(re.findall(r"(?<![\w/.])((?:configs|docs|kernels|parallel)/[\w.]+|[\w]+\.py)\b", text)):
+    folders = "|".join(("configs", "docs", *FOLDERS))
+    for path in set(re.findall(rf"(?<![\w/.])((?:{folders})/[\w.]+|[\w]+\.py)\b", text)):
         assert (REPO / path).exists(), path
-    sources = {f.name: f.read_text(encoding="utf-8") for f in FILES}
+    sources = {f.relative_to(REPO).as_posix(): f.read_text(encoding="utf-8") for f in FILES}
     for row in re.findall(r"^\| .+ \| (.+) \|$", text, re.M):
         for file in re.findall(r"`([\w/]+\.py)`", row):
             names = re.findall(r"`([A-Za-z_.]+)`", row.split(f"`{file}`")[1].split(";")[0])
             for name in names:
-                found = re.search(rf"(class|def) {name.split('.')[-1]}\b", sources[Path(file).name])
+                found = re.search(rf"(class|def) {name.split('.')[-1]}\b", sources[file])
                 assert found, f"{file}: {name}"

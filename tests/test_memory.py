@@ -123,7 +123,7 @@ def test_auto_takes_the_largest_divisor_that_fits():
     assert plan(memory_bytes=need, global_batch_size=48) == (12, 4, 48)
     assert plan(memory_bytes=need, global_batch_size=50) == (10, 5, 50)
     assert plan(memory_bytes=need * 0.999, global_batch_size=48) == (8, 6, 48)
-    assert plan(device="cpu", global_batch_size=64) == (8, 8, 64)             # 4,096 tokens on a CPU
+    assert plan(device="cpu", global_batch_size=64) == (4, 16, 64)            # 2,048 tokens on a CPU
     with pytest.raises(UserError, match="one sequence of 512 tokens needs"):
         plan(memory_bytes=10**6, global_batch_size=8)
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import kernels.loss as loss_kernel
 from config import UserError
-from model import (Cache, Model, ModelConfig, context, count_parameters, draw, generate, pick,
+from model import (Cache, Model, ModelConfig, Replay, context, count_parameters, draw, generate, pick,
                    shape_for)
 
 # odd sizes, so that a swapped dimension cannot pass
@@ -209,6 +209,24 @@ def test_cache_never_changes_the_text_even_past_the_context_limit():
         cached = collect(model, prompts, 30, temperature=0)
         assert cached == collect(model, prompts, 30, temperature=0, cached=False)
         assert cached == [collect(model, [p], 30, temperature=0)[0] for p in prompts]
+
+
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}], ids=["full", "sliding"])
+def test_steps_on_fixed_memory_write_the_same_text(changes):
+    """What CUDA replays as a graph; the addresses must not change."""
+    model, prompts = tiny(max_position_embeddings=16, **changes), [[1, 2, 3], some_ids(9).tolist()]
+    for some in (prompts, prompts[:1], [prompts[1], prompts[1][::-1]]):
+        for how in (dict(temperature=0), dict(temperature=1.0, top_k=20)):
+            plain, fixed = (collect(model, some, 40, replayed=replayed, **how,
+                                    generator=torch.Generator().manual_seed(1)) for replayed in (False, True))
+            assert plain == fixed
+    with torch.inference_mode():
+        cache = Cache(model, 1, 16)
+        model(torch.tensor([[1, 2, 3]]), cache=cache)
+        replay, addresses = Replay(model, cache), [t.data_ptr() for t in (*cache.keys, *cache.values)]
+        for id in range(4, 10):
+            replay.step(torch.tensor([[id]]))
+    assert cache.length == 9 and addresses == [t.data_ptr() for t in (*cache.keys, *cache.values)]
 
 
 def test_window_slides_by_half_of_the_context():
