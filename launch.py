@@ -126,7 +126,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = ("bf16" if bf16 else "fp16") if device.type == "cuda" else "fp32"
     if name not in DTYPES:
-        raise UserError(f"dtype={name} is not one of auto, {', '.join(DTYPES)}")
+        raise UserError(f"dtype={name} is not one of auto, {', '.join(DTYPES)} (int8: sample.py, on a CPU)")
     if name == "bf16" and not bf16:
         raise UserError(f"dtype=bf16: {torch.cuda.get_device_name(device)} has no bf16, use fp16 or fp32")
     return DTYPES[name]

@@ -4,7 +4,8 @@ AdamW, Muon, learning rate and clip: the decay rule and the split of parameters 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon, with the scale of arXiv 2502.16982) moves
 every weight matrix of the layers by an orthogonalised momentum; AdamW moves the rest: embeddings, head,
 norms, biases, routers. The scale 0.2 sqrt(max(n, m)) gives both the same root mean square per entry, so one
-learning rate serves them.
+learning rate serves them; beside Muon the embeddings move at EMBEDDING times that rate. docs/LOG.md has the
+experiments that these numbers come from.
 """
 import math
 
@@ -13,10 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)    # quintic that pushes all singular values towards 1 (Muon post)
-MOMENTUM = 0.95
+MOMENTUM = 0.9
+EMBEDDING = 3.0                              # times lr, for the embedding and the head beside Muon
 
 
 # ---- learning rate ----------------------------------------------------------------------------------------
+
+def default_lr(hidden_size: int, optimizer: str, fresh: bool) -> tuple[float, str]:
+    """
+    The peak learning rate where nobody gave one, and where it comes from. The best one falls like 1 / width
+    (for AdamW: arXiv 2203.03466; measured for Muon at this scale from 128 to 768). Weights that have been
+    trained before get a tenth of it.
+    """
+    best = {"muon": 1.2, "adamw": 0.5}[optimizer]
+    lr = float(f"{best / hidden_size / (1 if fresh else 10):.3g}")
+    why = f"{best} / hidden_size{'' if fresh else ' / 10, as the weights are trained already'}"
+    return lr, f"learning rate: {lr} = {why} (optim.py)"
+
 
 def lr_at(step: int, max_steps: int, cfg) -> float:
     """
@@ -138,10 +152,14 @@ class Muon:
 
 # ---- both -------------------------------------------------------------------------------------------------
 
+def is_embedding(name: str) -> bool:
+    """Whether it has a row for each entry of the vocabulary."""
+    return name.endswith(("embed_tokens.weight", "lm_head.weight"))
+
+
 def is_muon(name: str, p: Tensor) -> bool:
     """Whether Muon moves this parameter: the matrices of the layers, except routers."""
-    return p.ndim >= 2 and not name.endswith(
-        ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "bias"))
+    return p.ndim >= 2 and not is_embedding(name) and not name.endswith(("mlp.gate.weight", "bias"))
 
 
 class Optimizer:
@@ -155,8 +173,11 @@ class Optimizer:
         self.named, self.device = named, next(iter(named.values())).device
         self.muon = Muon(muon, cfg.weight_decay, rank, world)
         rest = [(n, p) for n, p in named.items() if n not in muon]
-        groups = [dict(params=[p for _, p in rest if p.ndim >= 2], weight_decay=cfg.weight_decay),
-                  dict(params=[p for _, p in rest if p.ndim < 2], weight_decay=0.0)]
+        kinds: dict[tuple[float, float], list[Tensor]] = {}        # (times lr, weight decay) -> parameters
+        for name, p in rest:
+            times = EMBEDDING if muon and is_embedding(name) else 1.0
+            kinds.setdefault((times, cfg.weight_decay if p.ndim >= 2 else 0.0), []).append(p)
+        groups = [dict(params=p, times=times, weight_decay=decay) for (times, decay), p in kinds.items()]
         self.adamw = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
                                        fused=True)
         self.skipped = torch.zeros((), device=self.device)
@@ -167,7 +188,7 @@ class Optimizer:
         finite = norm.isfinite()
         self.adamw.found_inf = (~finite).float()              # read by the fused kernel: skip without a sync
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["times"]
         self.adamw.step()
         self.muon.step(lr, finite)
         self.skipped += self.adamw.found_inf

@@ -65,7 +65,7 @@ class Config(ModelConfig):
     gradient_accumulation: int | None = None  # forwards per optimizer step; None = what follows
     # optimizer
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: for the matrices of the layers, adamw for the rest
-    lr: float = 3e-3                       # peak learning rate
+    lr: float | None = None                # peak learning rate; None = by the width, see optim.default_lr
     schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # what follows the warm-up
     start_lr: float = 0.0                  # where the warm-up starts
     final_lr: float | None = None          # where the decay ends; None = lr / 10
@@ -74,7 +74,7 @@ class Config(ModelConfig):
     decay_shape: Literal["cosine", "linear"] = "linear"  # of the decay, for wsd
     weight_decay: float = 0.1              # on matrices only
     beta1: float = 0.9                     # AdamW: memory of the gradient
-    beta2: float = 0.95                    # AdamW: memory of its square
+    beta2: float = 0.99                    # AdamW: memory of its square
     adam_eps: float = 1e-8                 # AdamW: added to the root
     grad_clip: float | None = 1.0          # largest norm of the gradient; None = no clip
     # machine
@@ -128,6 +128,9 @@ def main(cfg: Config) -> dict:
     opened = partial(open_corpus, cfg, base, live.get("tokenizer"), place, say)
     corpus = opened(None if cfg.epochs else 0)             # of a data set that is streamed only what it needs
     settle_shape(cfg, corpus, base, say)
+    if cfg.lr is None:
+        cfg.lr, why = optim.default_lr(cfg.hidden_size, cfg.optimizer, fresh=base is None)
+        say(why)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
     # planned again below, when the devices are known; here for what it has to complain about
     batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)

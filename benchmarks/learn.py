@@ -29,9 +29,9 @@ from benchmarks.train import check_nanogpt, gpt2, parameters
 from config import UserError
 
 TASKS = {
-    "characters": dict(layers=4, width=128, heads=4, context=64, batch=12, ours=300, theirs=2000, warm_up=100,
+    "characters": dict(layers=4, width=128, heads=4, context=64, batch=12, ours=250, theirs=2000, warm_up=100,
                        beta2=0.99),
-    "BPE": dict(layers=6, width=192, heads=6, context=128, batch=16, ours=200, theirs=300, warm_up=15,
+    "BPE": dict(layers=6, width=192, heads=6, context=128, batch=16, ours=240, theirs=300, warm_up=15,
                 beta2=0.95),
 }
 

@@ -7,4 +7,3 @@ sequence_length = 1024
 global_batch_size = 512
 tokens = "2.5B"
 eval_tokens = "2M"
-lr = 1e-3

@@ -6,4 +6,3 @@ sequence_length = 1024
 global_batch_size = 128
 tokens = "1B"
 eval_tokens = "1M"
-lr = 2e-3

@@ -6,7 +6,6 @@ params = "4M"
 sequence_length = 256
 global_batch_size = 32
 max_steps = 120
-lr = 6e-3
 warmup_ratio = 0.05
 eval_interval = 50
 eval_tokens = "100k"

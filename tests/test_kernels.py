@@ -39,6 +39,8 @@ def test_rope_and_its_gradient_equal_the_plain_formula(batch):
     torch.testing.assert_close(got, expected)
     grad = torch.randn(3, 4, 5, 8)
     torch.testing.assert_close(torch.autograd.grad(got, x, grad), torch.autograd.grad(expected, x, grad))
+    with torch.no_grad():
+        torch.testing.assert_close(rope.rotate(x.transpose(1, 2), cos, sin), expected)
 
 
 def test_swiglu_and_its_gradients_equal_the_plain_formula():

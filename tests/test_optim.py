@@ -54,8 +54,8 @@ def test_muon_equals_torch_optim_muon(monkeypatch):
     optimizer = optim.Optimizer(ours, settings())
     matrices = {n: p for n, p in theirs.named_parameters() if p.ndim == 2}
     stack = [nn.Parameter(m.clone()) for m in theirs.experts.detach()]
-    judge = torch.optim.Muon([*matrices.values(), *stack], lr=1e-2, weight_decay=0.1, momentum=0.95,
-                             nesterov=True, adjust_lr_fn="match_rms_adamw")
+    judge = torch.optim.Muon([*matrices.values(), *stack], lr=1e-2, weight_decay=0.1,
+                             momentum=optim.MOMENTUM, nesterov=True, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         set_gradients(ours, step)
         set_gradients(theirs, step)
@@ -104,6 +104,22 @@ def test_muon_takes_the_matrices_of_the_layers_only():
     assert all(n.endswith("weight") for n in muon)
     named = sum(len(g["params"]) for g in optimizer.adamw.param_groups) + len(muon)
     assert named == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_beside_muon_the_embeddings_move_faster(tied):
+    moved = {}
+    for optimizer in ("muon", "adamw"):
+        model = Model(ModelConfig(**TINY, tie_word_embeddings=tied)).init_weights(0)
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        set_gradients(model, 0)
+        optim.Optimizer(model, settings(optimizer=optimizer, weight_decay=0.0)).step(torch.tensor(1.0), 1e-3)
+        moved[optimizer] = {n: (p - before[n]).abs().mean().item() for n, p in model.named_parameters()}
+    for name in moved["muon"]:
+        times = optim.EMBEDDING if "embed_tokens" in name or "lm_head" in name else 1.0
+        if name.endswith("norm.weight") or times > 1:
+            assert moved["muon"][name] == pytest.approx(times * moved["adamw"][name], rel=1e-3), name
+        assert moved["adamw"][name] == pytest.approx(1e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -30,7 +30,7 @@ from model import Model
 REPO = Path(train.__file__).parent
 SMALL = dict(params=None, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, intermediate_size=48, sequence_length=32,
-             adam_eps=1e-5, device="cpu")
+             lr=3e-3, adam_eps=1e-5, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,20 @@ def test_longer_runs_follow_the_longer_curve_and_say_so(corpus, capsys):
     from test_optim import settings
     rates = {m["step"]: m["learning-rate"] for m in metrics("run") if "learning-rate" in m}
     defaults = {name: getattr(train.Config(), name)
-                for name in ("lr", "warmup_ratio", "schedule", "final_lr", "start_lr")}
-    assert rates[7] == pytest.approx(train.optim.lr_at(6, 8, settings(**defaults)))
+                for name in ("warmup_ratio", "schedule", "final_lr", "start_lr")}
+    assert rates[7] == pytest.approx(train.optim.lr_at(6, 8, settings(lr=SMALL["lr"], **defaults)))
+
+
+def test_without_lr_the_width_decides_and_trained_weights_get_a_tenth(corpus, capsys):
+    wide = dict(lr=None, warmup_ratio=0.0, schedule="constant", max_steps=2)
+    for optimizer, rate in (("muon", 0.0375), ("adamw", 0.0156)):          # 1.2 / 32, 0.5 / 32
+        go(corpus, out_dir=optimizer, optimizer=optimizer, **wide)
+        assert [m["learning-rate"] for m in metrics(optimizer) if "learning-rate" in m] == [rate] * 2
+        assert f"learning rate: {rate} = " in capsys.readouterr().out
+    go(corpus, out_dir="tuned", init_from="muon", **wide)
+    assert metrics("tuned")[0]["learning-rate"] == 0.00375
+    go(corpus, out_dir="tuned", init_from="muon", **{**wide, "max_steps": 3})            # and stays it
+    assert metrics("tuned")[-2]["learning-rate"] == 0.00375
 
 
 def test_what_a_kill_after_the_last_state_left_undone_is_made_up_for(corpus):
