@@ -38,7 +38,7 @@ class Config:
     tokenizer: str = "auto"                    # auto = GPT-2's, or a BPE trained on the text without network
     workers: int = 2                           # processes that encode
     # train, sample, learn
-    nanogpt: str | None = None                 # a checkout of it; None = a plain loop of the same shape alone
+    nanogpt: str | None = None                 # a checkout of it; None = a plain loop of the same shape
     device: Literal["cpu", "cuda"] = "cpu"     # where to train and sample
     # train
     steps: int = 10                            # that are timed, after 4 that warm up

@@ -1,6 +1,6 @@
 """
 Steps of training at equal parameters, batch and optimizer (AdamW): train.py beside nanoGPT's own train.py
-(--nanogpt=<a checkout>) and beside a plain loop of the same shape. The corpora are made: ids by Zipf's law.
+(--nanogpt=<a checkout>), or beside a plain loop of the same shape. The corpora are made: ids by Zipf's law.
 """
 import contextlib
 import glob
@@ -41,13 +41,13 @@ def races(cfg, folder: str) -> list[dict]:
         work = dict(SIZES[size], compiled=compiled, device=cfg.device, steps=cfg.steps,
                     every=1 if cfg.device == "cpu" else 5)
         work["corpus"] = corpus_of(folder, work["vocabulary"])
-        rivals = [Contestant("train.py", ours), Contestant("a plain GPT-2 loop", plain_loop)]
-        if cfg.nanogpt:
-            work["nanogpt"] = os.path.abspath(cfg.nanogpt)
-            rivals.append(Contestant("nanoGPT's train.py", nanogpt))
+        work["nanogpt"] = cfg.nanogpt and os.path.abspath(cfg.nanogpt)
+        rivals = [Contestant("train.py", ours), Contestant("nanoGPT's train.py", nanogpt) if cfg.nanogpt
+                  else Contestant("a plain GPT-2 loop", plain_loop)]
         if cfg.device == "cpu" and not compiled:
             rivals.append(Contestant("train.py, two processes of one thread", two_ranks))
-        rivals.append(Contestant("train.py with Muon", ours_with_muon))
+        if not found:
+            rivals.append(Contestant("train.py with Muon", ours_with_muon))
         tokens, kind = work["batch"] * work["context"], "compiled" if compiled else "not compiled"
         race = run_race(f"training {size}, {work['batch']} x {work['context']} tokens a step, {cfg.device}, "
                         f"{kind}", rivals, cfg, folder, tokens * cfg.steps, "tokens/s", work=work)
