@@ -144,6 +144,8 @@ def start(cfg) -> "Run":
     dtype = choose_dtype(cfg.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if dtype != torch.float32:                     # then TF32 is enough for products that stay in fp32
+            torch.set_float32_matmul_precision("high")
     if device.type == "cpu":
         keep_freed_memory(True)
     if env.local_world > 1 and device.type == "cpu":
@@ -363,6 +365,7 @@ def visiting():
     hooks = sys.excepthook, threading.excepthook
     mine = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    precision = torch.get_float32_matmul_precision()
     try:
         yield
     except BaseException:
@@ -373,6 +376,7 @@ def visiting():
         for number, handler in handlers.items() if mine else ():
             signal.signal(number, handler)
         keep_freed_memory(False)                       # and the program gets it back
+        torch.set_float32_matmul_precision(precision)
 
 
 def out_of_memory(error) -> bool:

@@ -54,6 +54,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_training_gives_the_cpus_losses(corpus, options):  # noqa: F811
     cpu = go(corpus, out_dir="cpu")
     gpu = go(corpus, out_dir="gpu", **{**options, "device": "cuda:0"})
+    assert torch.get_float32_matmul_precision() == "highest"           # as the caller had it
     assert gpu["losses"] == pytest.approx(cpu["losses"], rel=1e-4 if options["dtype"] == "fp32" else 0.02)
     assert weights("gpu").keys() == weights("cpu").keys() and metrics("gpu")[0]["peak-gpu-memory"] > 0
 
