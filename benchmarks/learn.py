@@ -52,22 +52,33 @@ def races(cfg, folder: str) -> list[dict]:
             work["nanogpt"] = os.path.abspath(cfg.nanogpt)
             rivals.append(Contestant("nanoGPT's train.py", nanogpt))
         rivals = rivals[:None if cfg.peers else 1]
-        runs = [[] for _ in rivals]
+        runs = {one.name: [] for one in rivals}
+        left_out = {}
         for seed in range(1, cfg.rounds + 1):
-            for one, mine in zip(rivals, runs):
-                mine.append(alone(one, folder, dict(work=dict(work, seed=seed))))
-                print(f"{task}, seed {seed} of {cfg.rounds}: {one.name} {mine[-1]['cpu_seconds']:.1f} CPU "
-                      f"seconds, loss {mine[-1]['result']['loss']:.4f}", file=sys.stderr, flush=True)
-        found.append(compare(task, [one.name for one in rivals], runs))
+            for one in rivals:
+                if one.name in left_out:
+                    continue
+                try:
+                    run = alone(one, folder, dict(work=dict(work, seed=seed)))
+                except UserError as error:
+                    if one is rivals[0]:
+                        raise
+                    left_out[one.name] = str(error)
+                    del runs[one.name]
+                    continue
+                runs[one.name].append(run)
+                print(f"{task}, seed {seed} of {cfg.rounds}: {one.name} {run['cpu_seconds']:.1f} CPU "
+                      f"seconds, loss {run['result']['loss']:.4f}", file=sys.stderr, flush=True)
+        found.append(compare(task, runs, left_out))
     if cfg.plot:
         draw(found, cfg.plot)
     return found
 
 
-def compare(task: str, names: list[str], runs: list[list[dict]]) -> dict:
+def compare(task: str, runs: dict[str, list[dict]], left_out: dict[str, str]) -> dict:
     """The race as bench.py prints it; a ratio is ours / its here, the mean over the seeds."""
     rows, lines = [], [f"{'':32}  {'steps':>6}  {'tokens':>9}  {'CPU sec':>8}  loss, mean (of each seed)"]
-    for name, mine in zip(names, runs):
+    for name, mine in runs.items():
         results = [run["result"] for run in mine]
         rows.append({"name": name, "equal": True, "loss": statistics.mean(one["loss"] for one in results),
                      "losses": [one["loss"] for one in results], "tokens": results[0]["tokens"],
@@ -80,7 +91,8 @@ def compare(task: str, names: list[str], runs: list[list[dict]]) -> dict:
         lines.append(f"ours / {row['name']}: {rows[0]['tokens'] / row['tokens']:.2f} x the tokens, "
                      f"{rows[0]['cpu_seconds'] / row['cpu_seconds']:.2f} x the CPU seconds, "
                      f"loss {rows[0]['loss'] - row['loss']:+.4f}")
-    return {"title": f"what a loss costs: {task}", "rows": rows, "lines": lines}
+    lines += [f"{name}: left out: {reason}" for name, reason in left_out.items()]
+    return {"title": f"what a loss costs: {task}", "rows": rows, "lines": lines, "left_out": left_out}
 
 
 def draw(found: list[dict], path: str) -> None:
@@ -106,8 +118,14 @@ def draw(found: list[dict], path: str) -> None:
 def characters_of(path: str, folder: str) -> tuple[str, int]:
     """(a directory with train.bin and val.bin, how many characters there are), as nanoGPT prepares it."""
     import pickle
-    with open(path, encoding="utf-8", newline="\n") as file:
-        text = file.read()
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data={path} cannot be read as a text: {error}") from None
+    least = 20 * TASKS["characters"]["context"]
+    if len(text) < least:
+        raise UserError(f"data={path} has {len(text):,} characters: a text of {least:,} at least is needed")
     known = sorted(set(text))
     index = {character: number for number, character in enumerate(known)}
     ids = np.array([index[character] for character in text], dtype=np.uint16)

@@ -227,6 +227,10 @@ for step in range(8):
     for command in ("train", "learn", "sample"):
         with pytest.raises(UserError, match="nanogpt=nowhere holds no model.py"):
             bench.main(Config(command=command, nanogpt="nowhere"))
+    Path("short.txt").write_text("To be", encoding="utf-8")
+    for path, says in (("nowhere.txt", "cannot be read"), ("short.txt", "5 characters"), (".", "cannot be")):
+        with pytest.raises(UserError, match=says):
+            bench.main(Config(command="learn", data=path))
 
 
 def test_learn_compares_losses_tokens_and_cpu_seconds(monkeypatch, capsys):
@@ -234,7 +238,9 @@ def test_learn_compares_losses_tokens_and_cpu_seconds(monkeypatch, capsys):
     few = dict(learn.TASKS["characters"], layers=1, width=32, heads=2, ours=10, theirs=20, warm_up=3)
     monkeypatch.setattr(learn, "TASKS", {"characters": few})
     Path("input.txt").write_text("To be, or not to be, that is the question.\n" * 400, encoding="utf-8")
-    found = bench.main(Config(command="learn", data="input.txt", rounds=1, plot="losses.png"))
+    Path("model.py").write_text("", encoding="utf-8")                  # a checkout that is none
+    found = bench.main(Config(command="learn", data="input.txt", rounds=1, plot="losses.png", nanogpt="."))
+    assert "nanoGPT's train.py failed" in found["races"][0]["left_out"]["nanoGPT's train.py"]
     ours, theirs = found["races"][0]["rows"]
     assert (ours["tokens"], theirs["tokens"]) == (10 * 12 * 64, 20 * 12 * 64)
     assert len(ours["curve"]) == 10 and len(theirs["curve"]) == 20
