@@ -13,19 +13,17 @@ the steps, the loss at the end. --plot draws the losses of the steps.
 """
 import contextlib
 import importlib.util
-import io
 import json
 import math
 import os
-import runpy
 import statistics
 import sys
 import time
 
 import numpy as np
 
-from benchmarks.race import Contestant, alone
-from benchmarks.train import check_nanogpt, gpt2, parameters
+from benchmarks.race import Contestant, take_turns
+from benchmarks.train import check_nanogpt, gpt2, parameters, run_nanogpt
 from config import UserError
 
 TASKS = {
@@ -51,31 +49,14 @@ def races(cfg, folder: str) -> list[dict]:
         if task == "characters" and cfg.nanogpt:
             work["nanogpt"] = os.path.abspath(cfg.nanogpt)
             rivals.append(Contestant("nanoGPT's train.py", nanogpt))
-        rivals = rivals[:None if cfg.peers else 1]
-        runs = {one.name: [] for one in rivals}
-        left_out = {}
-        for seed in range(1, cfg.rounds + 1):
-            for one in rivals:
-                if one.name in left_out:
-                    continue
-                try:
-                    run = alone(one, folder, dict(work=dict(work, seed=seed)))
-                except UserError as error:
-                    if one is rivals[0]:
-                        raise
-                    left_out[one.name] = str(error)
-                    del runs[one.name]
-                    continue
-                runs[one.name].append(run)
-                print(f"{task}, seed {seed} of {cfg.rounds}: {one.name} {run['cpu_seconds']:.1f} CPU "
-                      f"seconds, loss {run['result']['loss']:.4f}", file=sys.stderr, flush=True)
-        found.append(compare(task, runs, left_out))
+        measured = take_turns(rivals, cfg, folder, lambda seed: {"work": {**work, "seed": seed}})
+        found.append(compare(f"what a loss costs: {task}", *measured))
     if cfg.plot:
         draw(found, cfg.plot)
     return found
 
 
-def compare(task: str, runs: dict[str, list[dict]], left_out: dict[str, str]) -> dict:
+def compare(title: str, runs: dict[str, list[dict]], left_out: dict[str, str]) -> dict:
     """The race as bench.py prints it; a ratio is ours / its here, the mean over the seeds."""
     rows, lines = [], [f"{'':32}  {'steps':>6}  {'tokens':>9}  {'CPU sec':>8}  loss, mean (of each seed)"]
     for name, mine in runs.items():
@@ -92,7 +73,7 @@ def compare(task: str, runs: dict[str, list[dict]], left_out: dict[str, str]) ->
                      f"{rows[0]['cpu_seconds'] / row['cpu_seconds']:.2f} x the CPU seconds, "
                      f"loss {rows[0]['loss'] - row['loss']:+.4f}")
     lines += [f"{name}: left out: {reason}" for name, reason in left_out.items()]
-    return {"title": f"what a loss costs: {task}", "rows": rows, "lines": lines, "left_out": left_out}
+    return {"title": title, "rows": rows, "lines": lines, "left_out": left_out}
 
 
 def draw(found: list[dict], path: str) -> None:
@@ -117,7 +98,6 @@ def draw(found: list[dict], path: str) -> None:
 # ---- the texts --------------------------------------------------------------------------------------------
 def characters_of(path: str, folder: str) -> tuple[str, int]:
     """(a directory with train.bin and val.bin, how many characters there are), as nanoGPT prepares it."""
-    import pickle
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             text = file.read()
@@ -133,8 +113,6 @@ def characters_of(path: str, folder: str) -> tuple[str, int]:
     os.makedirs(place)
     ids[:cut].tofile(os.path.join(place, "train.bin"))
     ids[cut:].tofile(os.path.join(place, "val.bin"))
-    with open(os.path.join(place, "meta.pkl"), "wb") as file:
-        pickle.dump({"vocab_size": len(known)}, file)
     return place, len(known)
 
 
@@ -216,16 +194,12 @@ def nanogpt(clock, out: str, work: dict) -> dict:
     import torch
     torch.set_num_threads(1)
     steps = work["theirs"]
-    flags = dict(dataset=work["corpus"], out_dir=out, device="cpu", dtype="float32", compile=False,
-                 n_layer=work["layers"], n_head=work["heads"], n_embd=work["width"], dropout=0.0,
-                 block_size=work["context"], batch_size=work["batch"], gradient_accumulation_steps=1,
+    flags = dict(device="cpu", dtype="float32", compile=False, n_head=work["heads"], dropout=0.0,
                  learning_rate=1e-3, min_lr=1e-4, beta2=work["beta2"], warmup_iters=work["warm_up"],
                  max_iters=steps, lr_decay_iters=steps, eval_iters=20, eval_interval=steps, log_interval=1)
-    os.chdir(work["nanogpt"])
-    sys.path.insert(0, work["nanogpt"])                # its model.py, not ours
-    sys.argv = ["train.py", *(f"--{key}={value}" for key, value in flags.items())]
-    with clock, contextlib.redirect_stdout(io.StringIO()):
-        model = runpy.run_path("train.py", run_name="__main__")["raw_model"].eval()
+    with clock:
+        ended, _ = run_nanogpt(out, work, **flags)
+    model = ended["raw_model"].eval()
     corpus = data.open_corpus(work["corpus"], work["context"], work["seed"])
     loss = validation_loss(lambda ids, labels: model(ids, labels.where(labels != -100, -1))[1], corpus)
     return {"loss": loss, "steps": steps, "tokens": steps * work["batch"] * work["context"],

@@ -30,27 +30,38 @@ class Contestant:
 
 def run_race(title: str, contestants: list[Contestant], cfg, folder: str, amount: float, unit: str,
          **arguments) -> dict:
-    """Runs all in turns, the first is ours. `amount`: of the work, so that amount / seconds is in `unit`."""
-    left_out, runs = {}, {}
+    """The contestants against the first. `amount`: of the work, so that amount / seconds is in `unit`."""
+    runs, left_out = take_turns(contestants, cfg, folder, lambda number: arguments)
+    ours = runs[contestants[0].name]
+    return {"title": title, "unit": unit, "left_out": left_out,
+            "rows": [compare(name, mine, ours, amount) for name, mine in runs.items()]}
+
+
+def take_turns(contestants: list[Contestant], cfg, folder: str, arguments_of: Callable[[int], dict]
+               ) -> tuple[dict[str, list[dict]], dict[str, str]]:
+    """
+    By name: the measured runs, and why a contestant was left out. The first is ours and must not fail.
+    `arguments_of(number)`: what the contestants get in that round, counted from 1.
+    """
+    left_out, runs, by_name = {}, {}, {one.name: one for one in contestants}
     for one in contestants[:None if cfg.peers else 1]:
         absent = [package for package in one.needs if importlib.util.find_spec(package) is None]
         if absent:
             left_out[one.name] = f"pip install {' '.join(absent)}"
         else:
-            runs[one] = []
+            runs[one.name] = []
     for number in range(1, cfg.rounds + 1):
-        for one in list(runs):
+        for name in list(runs):
             try:
-                runs[one].append(alone(one, folder, arguments))
-                print(f"round {number} of {cfg.rounds}: {one.name} {runs[one][-1]['seconds']:.2f} s",
+                runs[name].append(alone(by_name[name], folder, arguments_of(number)))
+                print(f"round {number} of {cfg.rounds}: {name} {runs[name][-1]['seconds']:.2f} s",
                       file=sys.stderr, flush=True)
             except UserError as error:
-                if one is contestants[0]:
+                if name == contestants[0].name:
                     raise
-                left_out[one.name] = str(error)
-                del runs[one]
-    return {"title": title, "unit": unit, "left_out": left_out,
-            "rows": [compare(one.name, mine, runs[contestants[0]], amount) for one, mine in runs.items()]}
+                left_out[name] = str(error)
+                del runs[name]
+    return runs, left_out
 
 
 def compare(name: str, runs: list[dict], ours: list[dict], amount: float) -> dict:

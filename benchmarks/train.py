@@ -92,6 +92,8 @@ def gemm_peak(device: str) -> float:
 def corpus_of(folder: str, vocabulary: int) -> str:
     """A directory with train.bin and val.bin, which nanoGPT reads, too."""
     path = os.path.join(folder, f"corpus-{vocabulary}")
+    if os.path.exists(path):                           # made for an earlier race
+        return path
     entries = min(vocabulary, 50257)
     frequency = 1 / np.arange(1, entries + 1)
     random = np.random.default_rng(0)
@@ -155,24 +157,32 @@ def two_ranks(clock, out: str, work: dict) -> None:
 
 
 def nanogpt(clock, out: str, work: dict) -> None:
-    """A checkout's own train.py, which takes a vocabulary of 50,304 unless it finds another in a meta.pkl."""
+    dtype = "float32" if work["device"] == "cpu" else "bfloat16"
+    _, said = run_nanogpt(
+        out, work, device=work["device"], dtype=dtype, compile=work["compiled"], n_head=work["width"] // 64,
+        max_iters=(WARM_UP + work["steps"]) * work["every"], log_interval=work["every"], eval_iters=1,
+        eval_interval=10 ** 9)
+    # the line tells the time of the one iteration that it stands behind
+    found = re.findall(r"^iter \d+: .* time ([\d.]+)ms", said, re.MULTILINE)
+    note(clock, [float(one) / 1000 for one in found], work)
+
+
+def run_nanogpt(out: str, work: dict, **flags) -> tuple[dict, str]:
+    """
+    A checkout's own train.py, in this process: its variables at the end, and what it printed. It takes a
+    vocabulary of 50,304 unless it finds another in a meta.pkl.
+    """
     import pickle
     with open(os.path.join(work["corpus"], "meta.pkl"), "wb") as file:
         pickle.dump({"vocab_size": work["vocabulary"]}, file)
-    dtype = "float32" if work["device"] == "cpu" else "bfloat16"
-    flags = dict(dataset=work["corpus"], out_dir=out, device=work["device"], dtype=dtype,
-                 compile=work["compiled"], n_layer=work["layers"], n_head=work["width"] // 64,
-                 n_embd=work["width"], block_size=work["context"], batch_size=work["batch"],
-                 gradient_accumulation_steps=1, max_iters=(WARM_UP + work["steps"]) * work["every"],
-                 log_interval=work["every"], eval_iters=1, eval_interval=10 ** 9)
+    flags = dict(dataset=work["corpus"], out_dir=out, n_layer=work["layers"], n_embd=work["width"],
+                 block_size=work["context"], batch_size=work["batch"], gradient_accumulation_steps=1, **flags)
     os.chdir(work["nanogpt"])
     sys.path.insert(0, work["nanogpt"])                # its model.py, not ours
     sys.argv = ["train.py", *(f"--{key}={value}" for key, value in flags.items())]
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path("train.py", run_name="__main__")
-    # the line tells the time of the one iteration that it stands behind
-    found = re.findall(r"^iter \d+: .* time ([\d.]+)ms", said.getvalue(), re.MULTILINE)
-    note(clock, [float(one) / 1000 for one in found], work)
+        ended = runpy.run_path("train.py", run_name="__main__")
+    return ended, said.getvalue()
 
 
 def gpt2(layers: int, width: int, vocabulary: int, context: int, heads: int, seed: int = 0):
