@@ -8,6 +8,7 @@ Ours against the programs that people use: the same work, on this machine, in on
     python bench.py train --device=cuda                      124M and 1B parameters in bf16, compiled
     python bench.py learn --data=input.txt                   what a loss costs, in tokens and in seconds
     python bench.py sample                                   tokens that are written, one text and eight
+    python bench.py sft                                      instruction tuning, beside trl
     python bench.py prepare --json > numbers.json
 
 A verb is a file in benchmarks/ with its contestants; benchmarks/race.py says how they are timed. The results
@@ -26,12 +27,12 @@ from benchmarks.race import machine, show
 
 @dataclass
 class Config:
-    command: Literal["prepare", "train", "learn", "sample"] = "prepare"    # what to measure
+    command: Literal["prepare", "train", "learn", "sample", "sft"] = "prepare"    # what to measure
     rounds: int = 3                            # each contestant runs once in each
     peers: bool = True                         # --no-peers: ours alone
     json: bool = False                         # print the numbers as JSON instead of tables
-    # prepare, learn
-    data: str | None = None                    # text as prepare.py reads it; None = prepare makes one
+    # prepare, learn, sft
+    data: str | None = None                    # text as prepare.py reads it, sft: records; None = one is made
     # prepare
     text_key: str = "text"                     # of the records in data
     megabytes: float = 40                      # size of the text that is made

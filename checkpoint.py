@@ -11,10 +11,10 @@ the state   everything needed to go on, in <out_dir>/checkpoints/<8-digit step>/
 Files are written beside their name, flushed and renamed, so that a kill at any byte leaves what was there
 before.
 """
+import copy
 import dataclasses
 import glob
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -22,61 +22,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 import config
+import lora
 import tokenizer as tokenizers
 from config import UserError
-from data import write_json
-from model import Model, ModelConfig
+from files import flush, open_tensors, read_json, read_tensors, write_json, write_tensors
+from model import Model, ModelConfig, shape_for
 
 VERSION = 1                    # of the state's format
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+         "intermediate_size")
 PLAIN = ("float32", "float16", "bfloat16")             # dtypes of weights
-
-
-# ---- files ------------------------------------------------------------------------------------------------
-
-def flush(path: Path) -> None:
-    """Bring a file (or, where the system can, a directory's names) safely to the disk."""
-    try:
-        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    except OSError:                                # a directory on Windows
-        return
-    try:
-        os.fsync(handle)
-    except OSError:                                # some network file systems refuse directories
-        if path.is_file():
-            raise
-    finally:
-        os.close(handle)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Replace a safetensors file in one go."""
-    beside = path.with_name(f".{path.name}.tmp")
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    try:
-        save_file(tensors, beside, metadata=metadata)
-    except SafetensorError as error:                   # a full disk, mostly
-        beside.unlink(missing_ok=True)
-        raise OSError(str(error)) from None
-    flush(beside)
-    os.replace(beside, path)
-
-
-def read_json(path: Path) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} should hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 # ---- the model's config, ours <-> Hugging Face's ----------------------------------------------------------
@@ -189,13 +149,10 @@ def write_model(model: Model, tokenizer, path: Path, dtype: torch.dtype | None, 
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().to(dtype or p.dtype) for name, p in model.state_dict().items()}
     if tokenizer is not None:
-        tokenizer.save(path)
+        save_tokenizer(tokenizer, path)
     content = config_to_hf(model.cfg, tokenizer, next(iter(tensors.values())).dtype)
     if not (path / "config.json").exists() or read_json(path / "config.json") != content:
         write_json(path / "config.json", content)
-    write_json(path / "generation_config.json", {
-        "do_sample": True, "temperature": 0.8,
-        **{key: content[key] for key in TOKENS if content[key] is not None}})
     metadata = {"format": "pt", **({} if step is None else {"step": str(step)})}
     shards = split_by_size(tensors, shard_size)
     names = ["model.safetensors"] if len(shards) == 1 else \
@@ -214,11 +171,26 @@ def write_model(model: Model, tokenizer, path: Path, dtype: torch.dtype | None, 
     flush(path)
 
 
+def save_tokenizer(tokenizer, path: str | Path) -> None:
+    """The tokenizer's files, and generation_config.json, which names all ids that end a text."""
+    path = Path(path)
+    tokenizer.save(path)
+    generation = {"do_sample": True, "temperature": 0.8}
+    for key in TOKENS:
+        if (id := getattr(tokenizer, key.replace("_token", ""))) is not None:
+            generation[key] = id
+    if len(tokenizer.ends) > 1:
+        generation["eos_token_id"] = sorted(tokenizer.ends, key=lambda id: (id != tokenizer.eos_id, id))
+    write_json(path / "generation_config.json", generation)
+
+
 def published_step(out_dir: str | Path) -> int | None:
-    """The step of the model in out_dir; None when there is none, or a half-written one."""
+    """The step of the model, or the adapter, in out_dir; None when there is none, or a half-written one."""
     path = Path(out_dir)
     files, fault = weight_files(path)
-    if fault or not files or not (path / "config.json").exists():
+    if (path / "adapter_config.json").exists() and (path / "adapter_model.safetensors").exists():
+        files = ["adapter_model.safetensors"]
+    elif fault or not files or not (path / "config.json").exists():
         return None
     try:
         with open_tensors(path / files[0]) as f:
@@ -241,10 +213,10 @@ def split_by_size(tensors: dict[str, Tensor], limit: int | None) -> list[dict[st
 def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
                    dtype: torch.dtype | None = None) -> tuple[Model, "tokenizers.Tokenizer | None"]:
     """
-    (model, tokenizer) of a Hugging Face directory, an out_dir, or one of its checkpoints. dtype None = as
-    stored; the tokenizer is None when the directory has none. UserError, with the names, for missing or
-    unexpected weights. While another process replaces the files one by one, this waits, then takes the
-    newest complete state beside them.
+    (model, tokenizer) of a Hugging Face directory, an out_dir, one of its checkpoints, or a LoRA adapter:
+    its base with the adapter in the weights. dtype None = as stored; the tokenizer is None when the directory
+    has none. UserError, with the names, for missing or unexpected weights. While another process replaces the
+    files one by one, this waits, then takes the newest complete state beside them.
     """
     path = Path(path)
     if not path.is_dir():
@@ -252,6 +224,8 @@ def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
                         f"model.safetensors), an out_dir or a checkpoint of it")
     if (path / "state.json").exists():
         return load_from_state(path, device, dtype)
+    if (path / "adapter_config.json").exists() and not weight_files(path)[0]:
+        return with_adapter(*load_model_dir(base_of(path), device, dtype), path)
     for attempt in range(20):
         files, torn = weight_files(path)
         if not torn:
@@ -273,6 +247,26 @@ def load_model_dir(path: str | Path, device: str | torch.device = "cpu",
     return build(cfg, tensors, dtype, str(path), device), tokenizer_of(path)
 
 
+def base_of(path: Path) -> Path:
+    """The directory of the model that an adapter was trained on; UserError where it is not found."""
+    name = read_json(path / "adapter_config.json").get("base_model_name_or_path") or ""
+    places = [Path(name), path / name]
+    found = [place for place in places if name and place.is_dir() and not place.samefile(path)]
+    if not found:
+        raise UserError(f"{path} is an adapter of {name!r}, and neither {places[0]} nor {places[1]} is a "
+                        f"directory with that model: put it there, or correct base_model_name_or_path in "
+                        f"adapter_config.json")
+    return found[0]
+
+
+def with_adapter(model: Model, tokenizer, path: str | Path) -> tuple[Model, "tokenizers.Tokenizer | None"]:
+    """(model, tokenizer) with a LoRA adapter in the weights, and its tokenizer where it brings one."""
+    own = tokenizer_of(Path(path))
+    if own is not None:
+        model.extend_vocabulary(own.vocab_size, (), used=(tokenizer or own).vocab_size)
+    return lora.merge(lora.load_adapter(model, path)), own or tokenizer
+
+
 def weight_files(path: Path) -> tuple[list[str], str]:
     """The weight files of a model directory, and what is wrong with them ("" if nothing)."""
     index = path / "model.safetensors.index.json"
@@ -292,18 +286,6 @@ def weight_files(path: Path) -> tuple[list[str], str]:
         with open_tensors(path / file) as f:
             steps.add((f.metadata() or {}).get("step"))
     return files, "" if len(steps) == 1 else f"its files are of different steps: {sorted(map(str, steps))}"
-
-
-def open_tensors(path: Path, device: str | torch.device = "cpu"):
-    try:
-        return safe_open(path, framework="pt", device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a readable safetensors file (torn or foreign): {error}") from None
-
-
-def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    with open_tensors(path, device) as f:
-        return {name: f.get_tensor(name) for name in f.keys()}
 
 
 def build(cfg: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None, where: str,
@@ -368,7 +350,7 @@ def write_state(partial: Path, final: Path, model: Model, optimizer, state: dict
     partial.mkdir(parents=True)
     metadata = {"format": "pt", "step": str(state["step"])}
     shards = {}
-    for kind, tensors in (("model", model.state_dict()), ("optim", optimizer.moments())):
+    for kind, tensors in (("model", lora.trained(model)), ("optim", optimizer.moments())):
         file = f"{kind}-00000-of-00001.safetensors"
         tensors = {f"{kind}.{name}": t for name, t in tensors.items()}
         write_tensors(partial / file, tensors, metadata)
@@ -463,8 +445,26 @@ def load_from_state(path: Path, device: str | torch.device, dtype: torch.dtype |
         raise UserError(f"{path} is not a complete state: {fault}")
     names = [name for name in read_json(path / "shards.json") if name.startswith("model.")]
     tensors = {name.removeprefix("model."): t for name, t in read_pieces(path, names, device).items()}
-    cfg = ModelConfig(**read_json(path / "state.json")["model"])
-    return build(cfg, tensors, dtype, str(path), device), tokenizer_of(path.resolve().parent.parent)
+    state, tokenizer = read_json(path / "state.json"), tokenizer_of(path.resolve().parent.parent)
+    if not state["config"].get("lora_rank"):
+        return build(ModelConfig(**state["model"]), tensors, dtype, str(path), device), tokenizer
+    run = state["config"]                                  # sft.py's, whose base is frozen and not in here
+    base, before = load_model_dir(state["paths"].get("init_from", run["init_from"]), device, dtype)
+    base.extend_vocabulary(state["model"]["vocab_size"], state["new_ids"], used=before.vocab_size)
+    lora.adapt(base, run["lora_rank"], run["lora_alpha"], 0.0, run["lora_targets"], state["new_ids"])
+    fill(base, tensors, path)
+    return lora.merge(base), tokenizer
+
+
+@torch.no_grad()
+def fill(model: Model, weights: dict[str, Tensor], path: Path) -> None:
+    """The weights of a state into the parameters that are trained; UserError where they are others."""
+    mine = lora.trained(model)
+    if differ := sorted(set(mine) ^ set(weights)):
+        raise UserError(f"{path} does not hold the weights of this run: {len(differ)} names differ, as "
+                        f"{', '.join(differ[:3])}")
+    for name, p in mine.items():
+        p.copy_(weights[name])
 
 
 def restore(path: Path, model: Model, optimizer, scale, run) -> None:
@@ -475,7 +475,7 @@ def restore(path: Path, model: Model, optimizer, scale, run) -> None:
     state = read_json(path / "state.json")
     tensors = read_pieces(path)
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    model.load_state_dict(weights, strict=True)
+    fill(model, weights, path)
     moments = {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
     fresh = optimizer.load_moments(moments, state["updates"])
     if fresh:
@@ -502,7 +502,7 @@ FREE = {*config.LENGTHS, "max_epochs", "max_minutes", "eval_interval", "eval_tok
         "wandb_entity", "wandb_name", "tensorboard", "nsys_start", "nsys_stop", "memory_profile_start",
         "memory_profile_stop", "profile_start", "profile_stop", "device", "dtype", "compile", "kernels",
         "recompute", "fp8", "timeout", "pp", "cp", "ep", "hsdp_replica", "pipeline_schedule",
-        "cp_mode", "micro_batch_size", "gradient_accumulation", "out_dir", "resume"}
+        "cp_mode", "micro_batch_size", "gradient_accumulation", "out_dir", "resume", "show", "merge"}
 RESOLVED = {"vocab_size", "global_batch_size"}         # None = worked out at the start and stored
 
 
@@ -610,10 +610,86 @@ def reconcile(cfg, state: dict, path: Path, forced: bool, say=print) -> None:
     say(f"resuming with changed settings: {listed}")
 
 
+def check_resumed(cfg, stored: dict, same_data: bool, max_steps: int, run) -> None:
+    """Say what differs from the run that is resumed, or refuse."""
+    if not same_data and cfg.resume in ("auto", True):
+        raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content "
+                        f"changed): choose another out_dir, or go on with it all the same by "
+                        f"--resume={cfg.out_dir}")
+    run.say(f"resuming at step {stored['step']}" + (f" with {run.world} ranks instead of {stored['world']}"
+                                                     if run.world != stored["world"] else ""))
+    if stored["max_steps"] != max_steps and stored["step"] < max_steps:
+        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate "
+                f"follows the curve of {max_steps} steps from here on")
+
+
 def paths_of(cfg) -> dict[str, str]:
     """Where the paths among cfg's values really are: the same file may be spelled differently next time."""
     values = {key: getattr(cfg, key) for key in ("data", "tokenizer", "init_from")}
     return {key: os.path.realpath(value) for key, value in values.items() if value and os.path.exists(value)}
+
+
+# ---- the model that a run starts from ---------------------------------------------------------------------
+
+def open_base(cfg, resumed, live: Model | None) -> Model | None:
+    """
+    The model that the run goes on from, in fp32 on the CPU: what is resumed, else a copy of a live
+    init_from, else the one of init_from's directory. None from scratch.
+    """
+    path = resumed or cfg.init_from
+    if path is None:
+        return None
+    if live is not None and not resumed:
+        base = copy.deepcopy(live).float().cpu()
+    else:
+        base, base_tokenizer = load_model_dir(path, dtype=torch.float32)
+        base.tokenizer = base_tokenizer
+    for key in (f.name for f in dataclasses.fields(ModelConfig) if f.name in cfg.given):
+        wanted, there = getattr(cfg, key), getattr(base.cfg, key)
+        if wanted not in (there, None) and key not in ("rope_scaling", "max_position_embeddings"):
+            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave "
+                            f"it out")
+    return base
+
+
+def inherit_shape(cfg, base: Model, say) -> None:
+    """
+    Fill the ModelConfig fields of cfg from the model that the run starts from, whose positions reach as far
+    as its rows do.
+    """
+    free = ("rope_scaling", "max_position_embeddings")
+    asked = {key: getattr(cfg, key) for key in free if key in cfg.given}
+    if asked.get("rope_scaling"):                      # stretches what the base was trained on
+        old = {"original_max_position_embeddings": base.cfg.max_position_embeddings}
+        asked["rope_scaling"] = {**old, **asked["rope_scaling"]}
+    asked["max_position_embeddings"] = max(base.cfg.max_position_embeddings,
+                                           asked.get("max_position_embeddings", 0), cfg.sequence_length)
+    if cfg.sequence_length > base.cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
+        say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
+            f"{base.cfg.max_position_embeddings} positions that the base was trained on: give "
+            f"rope_scaling, or expect it to learn them anew")
+    for f in dataclasses.fields(ModelConfig):
+        setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
+    base.cfg = model_config(cfg)
+    base.set_positions()
+
+
+def fresh_shape(cfg, vocab_size: int, say) -> None:
+    """Fill the ModelConfig fields of cfg that nobody set, from `params` and the vocabulary."""
+    if cfg.vocab_size is None:
+        cfg.vocab_size = -(-vocab_size // 64) * 64
+    if "max_position_embeddings" not in cfg.given:
+        cfg.max_position_embeddings = cfg.sequence_length
+    if cfg.max_position_embeddings < cfg.sequence_length:
+        raise UserError(f"max_position_embeddings={cfg.max_position_embeddings} is less than "
+                        f"sequence_length={cfg.sequence_length}: leave it out, or raise it")
+    if cfg.params is not None:
+        mine = {key: getattr(cfg, key) for key in (*SHAPE, "tie_word_embeddings") if key in cfg.given}
+        shape, warnings = shape_for(cfg.params, cfg.vocab_size, mine)
+        for key, value in shape.items():
+            setattr(cfg, key, value)
+        for warning in warnings:
+            say(f"warning: {warning}")
 
 
 # ---- what Python gave as objects --------------------------------------------------------------------------

@@ -220,6 +220,18 @@ def load(Config, argv: list[str]):
 LENGTHS = ("tokens", "max_steps", "epochs")
 
 
+def check_length(cfg) -> None:
+    """UserError where the length or the schedule contradicts itself."""
+    lengths = [key for key in LENGTHS if getattr(cfg, key) is not None]
+    if len(lengths) > 1:
+        raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
+    if cfg.epochs and cfg.max_epochs and cfg.epochs > cfg.max_epochs:
+        raise UserError(f"epochs={cfg.epochs} is more than max_epochs={cfg.max_epochs}")
+    if cfg.schedule == "wsd" and cfg.warmup_ratio + cfg.decay_ratio > 1:
+        raise UserError(f"warmup_ratio={cfg.warmup_ratio} and decay_ratio={cfg.decay_ratio} sum to more than "
+                        f"the run: lower one of them")
+
+
 def drop_lengths(values: dict, given: dict, assigned: dict, earlier) -> None:
     """
     A run has one length: a later file or flag that sets it in another unit replaces the earlier one. Two in
@@ -393,7 +405,8 @@ def documented(Config) -> list[tuple[str, dict]]:
         groups.append((Class.__name__, {}))
         for line in sorted({*comments, *fields}):
             if line not in fields:                 # a comment on a line of its own heads a group
-                groups.append((comments[line], {}))
+                if not comments[line].startswith("-- "):           # a fence around what is copied
+                    groups.append((comments[line], {}))
             elif fields[line] not in seen:
                 seen.add(fields[line])
                 groups[-1][1][fields[line]] = comments.get(line, "")

@@ -19,16 +19,18 @@ other, each in its own order, so that what was trained before the extension stay
 """
 import functools
 import hashlib
-import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+import instructions
 from config import UserError
+from files import digest, read_json, write_json
 from records import nearest, read_records    # noqa: F401 (read_records is also found here)
 
 FORMAT = 2                     # of meta.json; a reader refuses what it does not know
@@ -300,38 +302,6 @@ def describe_shard(path: str, dtype) -> dict:
     return {"tokens": tokens, "largest_id": largest, "sha256": sha.hexdigest()}
 
 
-def digest(value) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_json(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8", newline="\n") as file:
-            content = json.load(file)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): delete it and make it again") from None
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object: delete it and make it again")
-    return content
-
-
-def write_json(path: str, value) -> None:
-    """Whole or not at all: a reader never sees half a file."""
-    part = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(part, "w", encoding="utf-8", newline="\n") as file:
-            json.dump(value, file, indent=1, ensure_ascii=False, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        if os.path.exists(part):                     # a full disk needs the place
-            os.remove(part)
-        raise
-
-
 # ---- the corpus -------------------------------------------------------------------------------------------
 def mix_of(spec: str) -> list[tuple[str, float]]:
     """
@@ -520,6 +490,210 @@ class Corpus:
                 tokens = torch.from_numpy(self.sources[source].val.read(window * T, T + 1))
                 ids[row, :len(tokens) - 1], labels[row, :len(tokens) - 1] = tokens[:-1], tokens[1:]
             yield ids, labels
+
+
+# ---- conversations ----------------------------------------------------------------------------------------
+def pack_sft(source: str, tokenizer, sequence_length: int, *, mask_input: bool = True, packing: bool = True,
+             overlong: str = "truncate", format: str | None = None, val_fraction: float = 0.0, seed: int = 0,
+             rank: int = 0, world: int = 1, say=print) -> "Rows":
+    """
+    The records of `source` as packed rows of a fixed length. Every rank calls this, before the process
+    group exists; rank 0 encodes what was not encoded before. See Rows, and instructions.py for the rest.
+    """
+    folder = instructions.ensure(source, tokenizer, format, rank, world, say)
+    return Rows(instructions.Samples(folder), sequence_length, mask_input, packing, overlong, val_fraction,
+                seed, say if rank == 0 else lambda text: None)
+
+
+class Rows:
+    """
+    Samples in rows of `sequence_length` places. A sample of n tokens takes n - 1 of them: each shows a token
+    and has the next one as its label (-100 where that is not trained), so nothing is shifted later, and no
+    label crosses from one sample into another. `documents` numbers the samples of a row, `positions` begins
+    at 0 in each. What is left of a row is padding: label -100, a document of its own.
+
+    A sample that is longer is cut behind the row ("truncate"; dropped where no trained token is left),
+    dropped ("drop"), refused ("error"), or goes on in another row ("split").
+    """
+    def __init__(self, samples: instructions.Samples, sequence_length: int, mask_input: bool, packing: bool,
+                 overlong: str, val_fraction: float, seed: int, say=print):
+        self.samples, self.sequence_length = samples, sequence_length
+        self.mask_input, self.packing, self.seed = mask_input, packing, seed
+        self.fingerprint = digest([samples.meta["key"], len(samples)])
+        pieces = self.pieces(overlong, say)                # int64 [n, 3]: sample, first token, places
+        held_out = self.held_out(val_fraction, say)[pieces[:, 0]]
+        self.train, self.val = (Packed(pieces[which], self.labels(pieces[which]), sequence_length, packing)
+                                for which in (~held_out, held_out))
+        self.val_tokens = self.val.trained
+
+    def pieces(self, overlong: str, say) -> np.ndarray:
+        T, places = self.sequence_length, np.diff(self.samples.starts) - 1
+        long = places > T
+        if long.any() and overlong == "error":
+            worst = int(places.argmax())
+            raise UserError(f"{int(long.sum()):,} of {len(places):,} records have more than the "
+                            f"sequence_length={T:,} + 1 tokens of a row (the longest, number {worst + 1:,}, "
+                            f"has {places[worst] + 1:,}): raise sequence_length, or give overlong=truncate "
+                            f"or drop")
+        which = np.arange(len(places))
+        if overlong == "split":
+            parts = -(-places // T)
+            which = np.repeat(which, parts)
+            begins = T * (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts))
+            return np.stack([which, begins, np.minimum(T, places[which] - begins)], 1)
+        empty = (self.samples.first > T) if self.mask_input else np.zeros_like(long)
+        keep = ~long if overlong == "drop" else ~empty
+        if long.any():
+            lost = int((places - T)[long & keep].sum())
+            say(f"  {int(long.sum()):,} records have more than the {T + 1:,} tokens of a row: "
+                f"{int((long & keep).sum()):,} were cut ({lost:,} tokens lost), "
+                f"{int((~keep).sum()):,} were dropped (overlong={overlong})")
+        if not keep.any():
+            raise UserError(f"no record is left: none has a trained token within its first {T + 1:,} tokens: "
+                            f"raise sequence_length")
+        return np.stack([which, np.zeros_like(which), np.minimum(places, T)], 1)[keep]
+
+    def held_out(self, val_fraction: float, say) -> np.ndarray:
+        """bool [samples]: the share with the smallest hashes, so that equal records stay together."""
+        place = self.samples.place
+        count = round(val_fraction * len(place)) or int(val_fraction > 0 and len(place) >= 20)
+        if val_fraction and not count:
+            say(f"  {len(place):,} records are too few to hold one out: there will be no validation loss")
+        chosen = place <= np.partition(place, count - 1)[count - 1] if count else np.zeros(len(place), bool)
+        return chosen if not chosen.all() else np.zeros(len(place), bool)
+
+    def check(self, needed: int, max_epochs: int | None) -> None:
+        """UserError where the run needs more rows than max_epochs gives, or there is none."""
+        if not len(self.train):
+            raise UserError("no record is left to train on: all were held out or dropped; lower "
+                            "val_fraction, or add records")
+        if max_epochs is not None and needed > max_epochs * len(self.train):
+            raise UserError(f"Dataset is too small for this run: available-samples="
+                            f"{max_epochs * len(self.train)}, required-samples={needed}. Add records, or "
+                            f"raise max_epochs={max_epochs}.")
+
+    def labels(self, pieces: np.ndarray) -> np.ndarray:
+        """int64 [n]: how many labels each piece has."""
+        if not self.mask_input:
+            return pieces[:, 2]
+        whole = pieces[:, 2] == np.diff(self.samples.starts)[pieces[:, 0]] - 1
+        counts = self.samples.trained[pieces[:, 0]].copy()
+        for i in np.flatnonzero(~whole).tolist():
+            index, begin, places = pieces[i].tolist()
+            counts[i] = self.samples.tokens(index)[1][begin + 1:begin + places + 1].sum()
+        return counts
+
+    def row(self, packed: "Packed", number: int) -> np.ndarray:
+        """int64 [4, T]: ids, labels, documents, positions."""
+        mine, filled = packed.rows[number], 0
+        out = self.blank()
+        out[2] = len(mine)
+        for document, piece in enumerate(mine):
+            index, begin, places = packed.pieces[piece].tolist()
+            ids, trained = self.samples.tokens(index)
+            here, ids = slice(filled, filled + places), ids[begin:begin + places + 1]
+            trained = trained[begin + 1:begin + places + 1] if self.mask_input else True
+            out[0, here], out[1, here] = ids[:-1], np.where(trained, ids[1:], -100)
+            out[2, here], out[3, here] = document, np.arange(places)
+            filled = here.stop
+        return out
+
+    def blank(self) -> np.ndarray:
+        """A row of padding."""
+        T = self.sequence_length
+        return np.stack([np.zeros(T, np.int64), np.full(T, -100), np.ones(T, np.int64), np.arange(T)])
+
+    def batch(self, rows: list[np.ndarray]) -> torch.Tensor:
+        """[n, 4, T]; without packing only as wide as the longest sample, which is document 0 of its row."""
+        batch = np.stack(rows)
+        width = self.sequence_length if self.packing else max(1, int((batch[:, 2] == 0).sum(1).max()))
+        return torch.from_numpy(batch[:, :, :width])
+
+    def order(self, samples) -> np.ndarray:
+        """Which rows have the numbers `samples` in the run, which are counted through all epochs."""
+        epochs, places = np.divmod(samples, len(self.train))
+        rows = np.empty_like(samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            rows[here] = permute(places[here], len(self.train), self.seed, 3, int(epoch))
+        return rows
+
+    def labels_before(self, samples: int) -> int:
+        """Trained tokens of the first `samples` rows of the run."""
+        epochs, rest = divmod(samples, len(self.train))
+        last = self.order(np.arange(samples - rest, samples))
+        return epochs * self.train.trained + int(self.train.labels[last].sum())
+
+    def samples_for(self, tokens: int) -> int:
+        """How many rows of the run it takes to train so many tokens."""
+        epochs, rest = divmod(tokens, self.train.trained)
+        first = epochs * len(self.train)
+        sums = np.cumsum(self.train.labels[self.order(np.arange(first, first + len(self.train)))])
+        return first + (int(np.searchsorted(sums, rest)) + 1 if rest else 0)
+
+    def step(self, samples: int, micro_batch_size: int, accumulation: int, rank: int, replicas: int
+             ) -> Iterator[torch.Tensor]:
+        """
+        One replica's rows for the optimizer step that begins after `samples` rows: LongTensors
+        [micro_batch_size, 4, T], `accumulation` of them, in an order like that of Corpus. (Without packing
+        they are cut to their longest sample.)
+        """
+        for k in range(accumulation):
+            first = samples + (k * replicas + rank) * micro_batch_size
+            rows = self.order(np.arange(first, first + micro_batch_size))
+            yield self.batch([self.row(self.train, int(number)) for number in rows])
+
+    def evaluation(self, micro_batch_size: int, rank: int, replicas: int, eval_tokens: int | None = None
+                   ) -> Iterator[torch.Tensor]:
+        """
+        LongTensors [micro_batch_size, 4, T]: over all replicas each row that was held out, once, then blank
+        ones, so that every replica yields as many. `eval_tokens`: evenly spaced rows with about so many
+        labels.
+        """
+        total = len(self.val)
+        count = total
+        if eval_tokens is not None and self.val.trained:
+            count = min(total, -(-eval_tokens * total // self.val.trained))
+        for first in range(0, count, micro_batch_size * replicas):
+            mine = first + rank * micro_batch_size
+            rows = [self.row(self.val, number * total // count)
+                    for number in range(mine, min(mine + micro_batch_size, count))]
+            yield self.batch(rows + [self.blank()] * (micro_batch_size - len(rows)))
+
+
+class Packed:
+    """Which pieces share a row. `labels`: trained tokens by row; `used`: places that are no padding."""
+    def __init__(self, pieces: np.ndarray, labels: np.ndarray, sequence_length: int, packing: bool):
+        self.pieces, places = pieces, pieces[:, 2]
+        self.rows = fill_rows(places, sequence_length) if packing else [[i] for i in range(len(places))]
+        self.labels = np.array([labels[row].sum() for row in self.rows], np.int64)
+        self.trained, self.used = int(labels.sum()), int(places.sum())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """
+    Which of some lengths share a row of `capacity`: the longest first, each into the fullest row that still
+    takes it (best fit decreasing).
+    """
+    rows, open_rows, roomy = [], defaultdict(list), 0          # room -> rows; a bit for each room there is
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        if fits := roomy >> length:
+            room = length + (fits & -fits).bit_length() - 1    # the least that is enough
+            row = open_rows[room].pop()
+            if not open_rows[room]:
+                roomy &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if room > length:
+            open_rows[room - length].append(row)
+            roomy |= 1 << (room - length)
+    return rows
 
 
 def largest_remainder(weights: list[float], total: int) -> tuple[int, ...]:

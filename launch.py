@@ -418,33 +418,6 @@ def refuse(error: UserError) -> None:
     leave(2)
 
 
-# ---- one process per directory ----------------------------------------------------------------------------
-def hold(directory: str):
-    """
-    Lock a directory until the file that is returned is closed; the system does so for a process that dies.
-    UserError where another process holds it.
-    """
-    file = open(os.path.join(directory, ".lock"), "ab")
-    if not lock(file):
-        raise UserError(f"another process is training in {directory}: wait for it, or choose another out_dir")
-    return file
-
-
-def lock(file) -> bool:
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:                                  # a file system without locks
-        pass
-    return True
-
-
 # ---- one process per GPU ----------------------------------------------------------------------------------
 def processes_to_start(cfg) -> int:
     """How many processes relaunch() starts on this node; 0 where this one trains."""

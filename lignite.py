@@ -9,8 +9,8 @@ import importlib
 
 from config import UserError, __version__
 
-HOMES = {"train": "train", "generate": "sample", "stream": "sample", "load_model": "sample",
-         "load_tokenizer": "tokenizer"}
+HOMES = {"train": "train", "finetune": "sft", "generate": "sample", "stream": "sample",
+         "load_model": "sample", "load_tokenizer": "tokenizer"}
 __all__ = [*HOMES, "UserError", "__version__"]
 
 

@@ -15,6 +15,10 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
+
+import checkpoint
+from config import UserError
 
 # In the order of the log line; a value that does not exist is left out, other names follow as they come.
 FORMATS = {
@@ -74,7 +78,7 @@ class Log:
 
     def note(self, text: str) -> None:
         """A line, above the progress bar where there is one."""
-        if not self.main:
+        if not self.main or not text:
             return
         if self.bar:
             sys.stderr.write("\r" + " " * len(self.bar) + "\r")
@@ -83,6 +87,21 @@ class Log:
         if self.bar:
             sys.stderr.write(self.bar)
             sys.stderr.flush()
+
+    def complain(self, cfg, step: int, loss: float, in_a_row: int) -> None:
+        """
+        Stop a run that has diverged; warn about one that does not learn. `in_a_row`: how many of the last
+        steps had a gradient that is not finite.
+        """
+        if in_a_row >= 10:
+            state, _ = checkpoint.newest_state(Path(cfg.out_dir))
+            hint = f", for instance by --resume={state} --lr={cfg.lr / 3:.1e}" if state else ""
+            raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss "
+                            f"{loss}): lower lr={cfg.lr} or warm up longer{hint}")
+        warm = max(1, round(cfg.warmup_ratio * self.max_steps))
+        if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
+            self.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows "
+                      f"nothing has ({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
 
     def progress(self, step: int) -> None:
         """The bar and the time left, on a terminal only: in a file or a pipe they are noise."""

@@ -2,6 +2,7 @@
 How many bytes a training step takes on one device, by kind, and from that the batch: how many sequences per
 forward, how many forwards per optimizer step.
 """
+import math
 import os
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kernels.loss import CHUNK
 from model import Model, ModelConfig
 
 HEADROOM = 0.85        # share of the memory that may be planned: the rest is fragmentation, NCCL, the driver
+SHORTEST = 50          # steps of a short run, unless its batch is given: fewer follow no schedule
 CPU_TOKENS = 2048      # per forward on a CPU: as fast as more, and takes less memory
 
 
@@ -39,30 +41,39 @@ def kept_after_the_layers(cfg: ModelConfig, width: int) -> int:
 
 
 def estimate(cfg: ModelConfig, micro_batch_size: int, sequence_length: int, dtype: torch.dtype,
-             optimizer: str, recompute: str = "none", document_mask: bool = False) -> dict[str, int]:
+             optimizer: str, recompute: str = "none", document_mask: bool = False,
+             lora_rank: int | None = None) -> dict[str, int]:
     """
     Bytes on one device at the peak of a step, by kind. Weights, gradients and moments are fp32; `copies` are
     autocast's weights in `dtype`; `logits` a chunk of them with its softmax, and the gradient of the head
-    that the loss makes.
+    that the loss makes. With `lora_rank` adapters of all matrices of the layers are trained, by AdamW, and
+    these matrices are held in `dtype` alone.
     """
     with torch.device("meta"):
         named = dict(Model(cfg).named_parameters())
     count = sum(p.numel() for p in named.values())
     muon = sum(p.numel() for n, p in named.items() if optimizer == "muon" and optim.is_muon(n, p))
     products = sum(p.numel() for n, p in named.items() if p.ndim == 2)
-    tokens, width = micro_batch_size * sequence_length, dtype.itemsize
+    tokens, width, weights = micro_batch_size * sequence_length, dtype.itemsize, count * 4
+    if lora_rank:
+        matrices = [p for n, p in named.items() if p.ndim == 2 and not optim.is_embedding(n)]
+        frozen = sum(p.numel() for p in matrices)
+        muon, trained = 0, lora_rank * sum(sum(p.shape) for p in matrices)
+        weights = frozen * width + (count - frozen + trained) * 4
+        count, products = trained, products - frozen
     # one for all layers of a kind; sliding windows need one for a row, packed documents one for each
     masked = int(document_mask) + int(cfg.sliding_window is not None)
     kept, whole = kept_by_a_layer(cfg, width, recompute), kept_by_a_layer(cfg, width)
     return {
-        "parameters": count * 4,
+        "parameters": weights,
         "gradients": count * 4,
         "optimizer": (count - muon) * 8 + muon * 4,
         "activations": tokens * (cfg.num_hidden_layers * kept + kept_after_the_layers(cfg, width)
                                  + (whole - kept)),                # the layer that is being recomputed
         "masks": masked * micro_batch_size * sequence_length ** 2 * width,
         "copies": products * width if dtype != torch.float32 else 0,
-        "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4 + cfg.vocab_size * cfg.hidden_size * 4,
+        "logits": 2 * min(tokens, CHUNK) * cfg.vocab_size * 4
+        + (0 if lora_rank else cfg.vocab_size * cfg.hidden_size * 4),
     }
 
 
@@ -106,11 +117,11 @@ def law_of_deepseek(parameters: int, tokens: int, sequence_length: int) -> int:
     return power
 
 
-def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int) -> int:
+def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int, **masks_or_lora) -> int:
     """Most sequences per forward, at most `limit`, that fit `memory` bytes."""
     def need(micro: int) -> int:
         return sum(estimate(cfg, micro, cfg.sequence_length, dtype, cfg.optimizer, cfg.recompute,
-                            cfg.document_mask).values())
+                            **masks_or_lora).values())
 
     def fits(micro: int) -> bool:
         slow = device == "cpu" and micro > 1 and micro * cfg.sequence_length > CPU_TOKENS
@@ -128,11 +139,13 @@ def largest_micro(cfg, dtype: torch.dtype, device: str, memory: int, limit: int)
 
 
 def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, parameters: int,
-         stored: dict | None = None) -> Batch:
+         stored: dict | None = None, run_length: int | None = None, **masks_or_lora) -> Batch:
     """
     The batch of a run. `memory` is the smallest device's of all ranks, so that every rank plans the same.
     `stored` is the batch of the run that is resumed; its global size already stands in cfg, unless the user
-    forced another. UserError where sizes do not divide, with those that do.
+    forced another. `run_length`: the sequences of the whole run, where they are few; a batch that nobody
+    gave leaves SHORTEST steps or more. `masks_or_lora`: estimate()'s document_mask and lora_rank. UserError
+    where sizes do not divide, with those that do.
     """
     micro, total, wanted, source = cfg.micro_batch_size, cfg.global_batch_size, cfg.gradient_accumulation, ""
     kept = stored is not None and total == stored["global_batch_size"]
@@ -140,9 +153,12 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
         return Batch(micro, wanted or 1, replicas)
     if total is None:
         law = law_of_deepseek(parameters, cfg.tokens or 20 * parameters, cfg.sequence_length)
+        why = "from 0.292 C^0.3271 (arXiv 2401.02954)"
+        if run_length is not None and law > run_length / SHORTEST:
+            law = 2 ** max(0, math.floor(math.log2(run_length / SHORTEST)))
+            why = f"so that the run has {SHORTEST} steps"
         total = max(1, round(law / replicas)) * replicas
-        source = (f"global batch: {total} sequences = {total * cfg.sequence_length:,} tokens, from "
-                  f"0.292 C^0.3271 (arXiv 2401.02954)")
+        source = f"global batch: {total} sequences = {total * cfg.sequence_length:,} tokens, {why}"
     if total % replicas:
         lower = total // replicas * replicas
         near = f"{lower} or {lower + replicas}" if lower else f"{replicas}"
@@ -157,7 +173,7 @@ def plan(cfg, replicas: int, dtype: torch.dtype, device: str, memory: int, param
     elif micro == "auto":
         micro = stored["micro_batch_size"] if stored and stored["replicas"] == replicas else 0
         if not micro or share % micro:
-            most = largest_micro(cfg, dtype, device, memory, share)
+            most = largest_micro(cfg, dtype, device, memory, share, **masks_or_lora)
             micro = max(d for d in divisors(share) if d <= most)
     if share % micro:
         step = micro * replicas

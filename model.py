@@ -12,8 +12,8 @@ heads, G key/value heads, K head dimension, V vocabulary.
 """
 import math
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -161,7 +161,8 @@ class Attention(nn.Module):
                             cfg.attention_bias)
         self.layer, self.head_dim, self.grouped = layer, K, G != H
         kind = cfg.layer_types[layer] if cfg.layer_types else "sliding_attention"
-        self.sliding = cfg.sliding_window is not None and kind == "sliding_attention"
+        self.window = cfg.sliding_window
+        self.sliding = self.window is not None and kind == "sliding_attention"
         self.q_proj = nn.Linear(D, H * K, bias=bias)
         self.k_proj = nn.Linear(D, G * K, bias=bias)
         self.v_proj = nn.Linear(D, G * K, bias=bias)
@@ -184,10 +185,34 @@ class Attention(nn.Module):
         q, k, v = rotate(q.transpose(1, 2), *rope), rotate(k.transpose(1, 2), *rope), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        mask = masks["sliding" if self.sliding else "full"]
-        causal = mask is None and T == k.shape[2]                        # else one query, or the mask
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=self.grouped)
+        if masks["lengths"] is None:
+            y = attention(q, k, v, masks["sliding" if self.sliding else "full"], self.grouped)
+        else:
+            y = apart(q, k, v, masks["lengths"], self.window if self.sliding else None, self.grouped)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, grouped: bool) -> Tensor:
+    """q [B, H, T, K], k and v [B, G, keys, K] -> [B, H, T, K]. Without a mask: causal, or one query."""
+    causal = mask is None and q.shape[2] == k.shape[2]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+
+
+def apart(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, grouped: bool) -> Tensor:
+    """
+    The same for documents of these lengths, which follow one another through the rows of the batch: each by
+    itself. A mask makes a CPU multiply all pairs of positions, and throw away those between documents.
+    """
+    B, _, T, _ = q.shape
+    parts = [x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v)]    # [n, H or G, K] each
+    found = []
+    for part in zip(*parts):
+        n, mask = len(part[0]), None
+        if window is not None and n > window:
+            ago = torch.arange(n)[:, None] - torch.arange(n)
+            mask = additive((0 <= ago) & (ago < window), q.dtype)
+        found.append(attention(*(x.transpose(0, 1)[None] for x in part), mask, grouped)[0].transpose(0, 1))
+    return torch.cat(found).view(B, T, *found[0].shape[1:]).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -303,11 +328,33 @@ class Model(nn.Module):
             p.copy_(torch.randn(p.shape, generator=generator) * std)
         return self
 
+    @torch.no_grad()
+    def extend_vocabulary(self, vocab_size: int, new_ids: Iterable[int], used: int) -> "Model":
+        """
+        At least `vocab_size` rows in the embedding and the head, in place, and in those of `new_ids` and all
+        that are added the mean of the first `used` rows, those of the tokens that the model knows: new tokens
+        begin as likely as an average one. Before lora.adapt() and before an optimizer holds the parameters.
+        """
+        V, new_ids = max(vocab_size, self.cfg.vocab_size), list(new_ids)
+        for table in (self.model.embed_tokens, self.lm_head):
+            if table is not None:
+                old = table.weight
+                mean = old[:used].mean(0, dtype=torch.float32).to(old.dtype)
+                if V > len(old):
+                    rows = torch.cat((old, mean.expand(V - len(old), -1)))         # [V, D]
+                    table.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
+                table.weight[new_ids] = mean
+        self.model.embed_tokens.num_embeddings = V
+        if self.lm_head is not None:
+            self.lm_head.out_features = V
+        self.cfg = replace(self.cfg, vocab_size=V)
+        return self
+
     def masks(self, T: int, documents: Tensor | None, cache: Cache | None, dtype: torch.dtype) -> dict:
         """
         Additive masks [B or 1, 1, T, keys] in `dtype` (0 = seen, -inf = not) for the two kinds of layers,
         built once per forward. None where the plain causal mask, or no mask at all (one cached query), is
-        enough: the fast path of SDPA.
+        enough: the fast path of SDPA. `lengths` instead of masks where documents are computed apart.
         """
         past, device = (cache.length if cache is not None else 0), self.head.device
         padded = cache is not None and cache.padding is not None
@@ -315,8 +362,9 @@ class Model(nn.Module):
         keys, window = cache.capacity if fixed else past + T, self.cfg.sliding_window
         sliding = window is not None and keys > window
         plain = documents is None and not padded and not fixed and (past == 0 or T == 1)
-        if plain and not sliding:
-            return {"full": None, "sliding": None}
+        lengths = None if documents is None or cache is not None else self.lengths(documents)
+        if lengths or (plain and not sliding):
+            return {"full": None, "sliding": None, "lengths": lengths}
         query = cache.at[:, None] if fixed else past + torch.arange(T, device=device)[:, None]  # [T, 1] slots
         key = torch.arange(keys, device=device)[None, :]                 # [1, keys] slots
         seen = (key <= query)[None, None]                                # [1, 1, T, keys]
@@ -326,7 +374,22 @@ class Model(nn.Module):
         if documents is not None:
             seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
         full = None if plain else additive(seen, dtype)
-        return {"full": full, "sliding": additive(seen & (query - key < window), dtype) if sliding else full}
+        near = additive(seen & (query - key < window), dtype) if sliding else full
+        return {"full": full, "sliding": near, "lengths": None}
+
+    def lengths(self, documents: Tensor) -> list[int] | None:
+        """
+        Of the documents [B, T], one after another; None on a GPU, for which they would be many small pieces
+        of work, and for layers that are compiled, which would be so anew for other lengths.
+        """
+        if documents.device.type != "cpu" or self.model.layers[0]._compiled_call_impl is not None:
+            return None
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        per_row = [row.unique().numel() for row in documents]
+        if begins.sum(1).tolist() != per_row:                            # a document in several pieces
+            return None
+        edges = begins.flatten().nonzero()[:, 0].tolist() + [documents.numel()]
+        return [end - begin for begin, end in zip(edges, edges[1:])]
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None, positions: Tensor | None = None,
                cache: Cache | None = None) -> Tensor:
@@ -426,6 +489,14 @@ def count_parameters(cfg: ModelConfig) -> int:
     """Exact number of parameters, without building anything (a tied head counts once)."""
     with torch.device("meta"):
         return sum(p.numel() for p in Model(cfg).parameters())
+
+
+def flops_per_token(cfg, parameters: int) -> float:
+    """
+    Forward and backward, attention counted in full: 6 N + 12 L H K T (PaLM, arXiv 2204.02311, appendix B).
+    """
+    attention = cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim * cfg.sequence_length
+    return 6 * parameters + 12 * attention
 
 
 def _layer_parameters(D: int, H: int, G: int, K: int, I: int) -> int:

@@ -158,8 +158,9 @@ def is_embedding(name: str) -> bool:
 
 
 def is_muon(name: str, p: Tensor) -> bool:
-    """Whether Muon moves this parameter: the matrices of the layers, except routers."""
-    return p.ndim >= 2 and not is_embedding(name) and not name.endswith(("mlp.gate.weight", "bias"))
+    """Whether Muon moves this parameter: the matrices of the layers, except routers and what lora.py adds."""
+    others = ("mlp.gate.weight", "bias", "lora_A.weight", "lora_B.weight", ".rows")
+    return p.ndim >= 2 and not is_embedding(name) and not name.endswith(others)
 
 
 class Optimizer:

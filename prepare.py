@@ -35,7 +35,6 @@ train.py --data=stories.jsonl does all this by itself, into data/stories-<key>, 
 --out_dir.
 """
 import contextlib
-import errno
 import glob
 import hashlib
 import itertools
@@ -43,7 +42,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
@@ -61,16 +59,14 @@ import numpy as np
 import config
 import launch
 from config import UserError
-from data import BLOCK, FORMAT, Shards, Source, describe_shard, digest, mix_of, read_json, write_json
+from data import BLOCK, FORMAT, Shards, Source, describe_shard, mix_of
+from files import LOCK, announced, digest, exclusive, read_json, wait_for, writing, write_json
 from records import LargeText, Records, read_records, spool_stdin
-from tokenizer import Tokenizer, load_tokenizer, train_bpe
+from tokenizer import BPE_SAMPLE, Tokenizer, load_tokenizer, train_bpe, vocab_size_for
 
 CHUNK = 2**19                  # characters that a worker encodes at a time
-BPE_SAMPLE = 8_000_000         # bytes to learn a vocabulary from: it hardly changes with more
 WINDOW = 1025                  # tokens that validation should have at least: one window of a common length
-PATIENCE = 30                  # seconds that a rank gives rank 0 to begin
-STARTED = time.time()          # of this process, nearly
-UNFINISHED, LOCK = "unfinished.json", ".lock"
+UNFINISHED = "unfinished.json"
 
 
 @dataclass
@@ -474,11 +470,6 @@ def choose_tokenizer(tokenizer, texts: Texts, out_dir: str, journal: dict, say) 
     return tokenizer
 
 
-def vocab_size_for(size: int) -> int:
-    """The largest power of two that leaves 2,048 bytes of text for each entry, from 512 to 32,768."""
-    return 2 ** min(max((size // 2048).bit_length() - 1, 9), 15)
-
-
 def trained_on(texts: Texts, vocab_size: int | None, say) -> Tokenizer:
     """A BPE of BPE_SAMPLE bytes of the text; as large as the text allows where no size is given."""
     size, megabytes, streamed = texts.records.text_bytes, f"{BPE_SAMPLE / 1e6:.0f} MB", texts.records.streamed
@@ -608,40 +599,6 @@ def publish(out_dir: str, meta: dict):
     for rest in (UNFINISHED, LOCK):
         with contextlib.suppress(OSError):           # Windows keeps a file that is open
             os.remove(os.path.join(out_dir, rest))
-
-
-@contextlib.contextmanager
-def writing(out_dir: str):
-    """Makes the directory; what its disk refuses, here and later, is a sentence."""
-    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
-    try:
-        os.makedirs(out_dir, exist_ok=True)
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"no space is left on the disk of {out_dir}: make some, and the same command "
-                            f"goes on where it was; what is written stays") from None
-        if error.errno in refused:
-            raise UserError(f"{error.filename or out_dir} cannot be written ({error.strerror}): choose "
-                            f"another --out_dir") from None
-        raise
-
-
-@contextlib.contextmanager
-def exclusive(out_dir: str, say):
-    """One process at a time; the system lifts the lock of one that dies."""
-    path, told = os.path.join(out_dir, LOCK), False
-    while True:
-        with open(path, "ab") as file:
-            if launch.lock(file):
-                if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                    yield
-                    return
-                continue                             # the one before removed it: make another
-        if not told:
-            say(f"waiting for another process that is preparing {out_dir}")
-            told = True
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -921,45 +878,6 @@ def corpus_of(path: str, tokenizer, rank: int, world: int, say, tokens: int | No
     else:
         wait_for(out_dir, out_dir + ".note.json", enough)
     return out_dir
-
-
-@contextlib.contextmanager
-def announced(path: str):
-    """Rank 0 leaves a note beside the directory, so that the others learn that it works, or why not."""
-    def write(error):
-        write_json(path, {"host": platform.node(), "time": time.time(), "error": error})
-
-    write(None)
-    try:
-        yield
-    except BaseException as error:
-        write(str(error) or type(error).__name__)
-        raise
-    os.remove(path)
-
-
-def wait_for(out_dir: str, path: str, finished: Callable[[], object]):
-    """
-    Until rank 0's meta.json is there; UserError with its words when it failed. A note of an earlier run says
-    nothing about this one: we believe one that changes while we look, or is younger than this process (which
-    only the same machine's clock can tell), or has stood for so long that rank 0 would have replaced it.
-    """
-    def look():
-        with contextlib.suppress(OSError, UserError):
-            return read_json(path)
-
-    began, first = time.monotonic(), look()
-    while not finished():
-        note, waited = look(), time.monotonic() - began
-        if note and note["error"]:
-            ours = note["host"] == platform.node() and note["time"] >= STARTED
-            if ours or note != first or waited > PATIENCE:
-                raise UserError(note["error"])
-        if note is None and waited > 2 * PATIENCE and not os.path.isdir(out_dir):
-            raise UserError(f"rank 0 prepares {out_dir}, but {platform.node()} sees nothing of it after "
-                            f"{waited:.0f} s: start on a disk that all machines share, or prepare the "
-                            f"corpus on each of them first")
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

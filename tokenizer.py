@@ -40,6 +40,7 @@ import regex
 import tiktoken
 
 import bpe
+import chat
 import tokenizer_json
 from bpe import BYTE_ORDER
 from config import UserError
@@ -47,6 +48,7 @@ from patterns import OWN_PATTERN, PATTERNS, known_pattern, parts
 
 END = "<|endoftext|>"
 UNKNOWN = "\ufffd".encode()      # what an id without a token decodes to: padding, or a gap of the vocabulary
+BPE_SAMPLE = 8_000_000           # bytes to learn a vocabulary from: it hardly changes with more
 LONGEST = 1 << 18                # characters; a longer part (no cut was found) is split by `regex`: slower
 
 # ---- text and bytes -------------------------------------------------------------------------------------
@@ -98,6 +100,7 @@ class Tokenizer:
         self.name, self.special, self.opening = name, special, list(opening)
         self.eos_id, self.bos_id, self.pad_id = eos_id, bos_id, pad_id
         self.chat_template, self.source = chat_template, source
+        self.ends = frozenset([eos_id])        # the ids that end what a model writes
         self.vocab_size = max([*table, eos_id]) + 1
         self._table = [table.get(i) for i in range(self.vocab_size)]     # None where no token has this id
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
@@ -185,6 +188,37 @@ class Tokenizer:
         return other.vocab_size <= self.vocab_size and all(
             theirs in (None, ours) for theirs, ours in zip(other._table, self._table))
 
+    def render_chat(self, messages: list[dict], add_generation_prompt: bool = False
+                    ) -> tuple[list[int], list[bool]]:
+        """
+        (ids, mask) of a conversation, dicts with "role" (system, user, assistant, tool) and "content", as
+        chat_template spells it; the mask is True where a token is trained. UserError: see chat.py.
+        """
+        return chat.render(self, messages, add_generation_prompt)
+
+    def with_special(self, spellings: Iterable[str]) -> "Tokenizer":
+        """This tokenizer with more special tokens, whose ids follow its own; those it has already stay."""
+        new = [spelling for spelling in dict.fromkeys(spellings) if spelling not in self.special]
+        if not new:
+            return self
+        if not self.portable:
+            raise UserError(f"{self!r} is an object that cannot get the tokens {', '.join(new)}: give a "
+                            f"tokenizer.json")
+        clash = [spelling for spelling in new if spelling.encode() in self._table]
+        if clash:
+            raise UserError(f"{self!r} has {clash[0]!r} already, as a piece of text: a special token is "
+                            f"spelled unlike text, as {END}")
+        added = {spelling: self.vocab_size + i for i, spelling in enumerate(new)}
+        source = tokenizer_json.with_added(self.to_json(), added)
+        extended = self._again({**self.special, **added}, source)
+        extended.ends = self.ends
+        return extended
+
+    def _again(self, special: dict[str, int], source: bytes) -> "Tokenizer":
+        return Tokenizer(self.name, self.ranks, special, self.eos_id, self.bos_id, self.pad_id,
+                         pattern=self.pattern, decode_only=self.decode_only, nfc=self.nfc,
+                         opening=self.opening, chat_template=self.chat_template, source=source)
+
     def to_json(self) -> bytes:
         """The content of tokenizer.json; where there was none, it is worked out once."""
         self.source = self.source or tokenizer_json.write(self.ranks, self.special, self.pattern,
@@ -199,6 +233,10 @@ class Tokenizer:
         settings |= {key: self.decode([i]) for key, i in names.items() if i is not None}
         if self.chat_template is not None:
             settings["chat_template"] = self.chat_template
+        if self.ends != {self.eos_id}:     # for us alone: others look into a model's generation_config.json
+            settings["ends"] = [spelling for spelling, i in self.special.items() if i in self.ends]
+        if os.path.exists(stale := os.path.join(directory, "chat_template.jinja")):        # it would win
+            os.remove(stale)
         _replace(os.path.join(directory, "tokenizer.json"), self.to_json())
         _replace(os.path.join(directory, "tokenizer_config.json"), json.dumps(settings, indent=2).encode())
 
@@ -225,6 +263,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._describe(name, table, special, eos_id, bos_id, pad_id, opening, chat_template, source)
         unknown = spec["model"].get("unk_id", vocab.get(spec["model"].get("unk_token")))
         self._reserved = set(special.values()) - {unknown}        # ids that no text may have
+
+    def _again(self, special: dict[str, int], source: bytes) -> Tokenizer:
+        return HuggingFaceTokenizer(self.name, source, special, self.eos_id, self.bos_id, self.pad_id,
+                                    opening=self.opening, chat_template=self.chat_template)
 
     @cached_property
     def _encoder(self):
@@ -428,6 +470,7 @@ def load_tokenizer(source: object, eos_token: str | None = None) -> Tokenizer:
                         f"{', '.join(list(tokenizer.special)[:20])}.")
     tokenizer = copy.copy(tokenizer)
     tokenizer.eos_id = tokenizer.special[eos_token]
+    tokenizer.ends |= {tokenizer.eos_id}
     return tokenizer
 
 
@@ -617,13 +660,17 @@ def _from_spec(spec: dict, source: bytes, path: str, name: str, settings: dict, 
         ids["chat_template"] = settings.get("chat_template")
         try:
             read = tokenizer_json.read(spec, special)
-            return Tokenizer(name, special=special, source=source, **read, **ids)
+            tokenizer = Tokenizer(name, special=special, source=source, **read, **ids)
         except tokenizer_json.Unknown as error:
-            part = error.args[0]
-        try:
-            return HuggingFaceTokenizer(name, source, special, **ids)
-        except ImportError:
-            raise UserError(f"{path} has a {part}. To run it as it is: pip install tokenizers.") from None
+            try:
+                tokenizer = HuggingFaceTokenizer(name, source, special, **ids)
+            except ImportError:
+                raise UserError(f"{path} has a {error.args[0]}. To run it as it is: pip install "
+                                f"tokenizers.") from None
+        ends = next((model["eos_token_id"] for model in models if model.get("eos_token_id") is not None), [])
+        tokenizer.ends |= set(ends if isinstance(ends, list) else [ends]) & set(special.values())
+        tokenizer.ends |= {special[spelling] for spelling in settings.get("ends", ()) if spelling in special}
+        return tokenizer
     except UserError:
         raise
     except Exception as error:       # `tokenizers` raises plain Exceptions for what it cannot read
@@ -763,6 +810,11 @@ def _chat_template(settings: dict, directory: str) -> str | None:
 
 
 # ---- training -------------------------------------------------------------------------------------------
+
+def vocab_size_for(size: int) -> int:
+    """The largest power of two that leaves 2,048 bytes of text for each entry, from 512 to 32,768."""
+    return 2 ** min(max((size // 2048).bit_length() - 1, 9), 15)
+
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[str] = (END,), *,
               min_frequency: int = 2, pattern: str = OWN_PATTERN,

@@ -168,6 +168,22 @@ def _plain(part: object) -> object:
     return part
 
 
+def with_added(source: bytes, added: dict[str, int]) -> bytes:
+    """A tokenizer.json with more special tokens."""
+    spec = json.loads(source)
+    spec["added_tokens"] = (spec.get("added_tokens") or []) + special_tokens(added)
+    if isinstance(spec["model"]["vocab"], dict):       # where it has gaps, `tokenizers` counts ids on its own
+        spec["model"]["vocab"] |= {token["content"]: token["id"] for token in spec["added_tokens"]}
+    return json.dumps(spec, ensure_ascii=False, indent=1).encode()
+
+
+def special_tokens(special: dict[str, int]) -> list[dict]:
+    """As they stand in the list `added_tokens`."""
+    return [{"id": i, "content": spelling, "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}
+            for spelling, i in sorted(special.items(), key=lambda item: item[1])]
+
+
 def opening(spec: dict) -> list[int]:
     """The ids that it puts before every text."""
     processor = spec.get("post_processor") or {}
@@ -189,11 +205,8 @@ def write(ranks: dict[bytes, int], special: dict[str, int], pattern: str, decode
     pairs, whole = bpe.merges_of(ranks)          # the latter are found by looking up whole pieces only
     assert not (whole and decode_only), "Hugging Face looks up whole pieces either among all entries or none"
     vocab = {spell(token): i for token, i in [*ranks.items(), *decode_only.items()]} | special
-    added = [{"id": i, "content": spelling, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True}
-             for spelling, i in sorted(special.items(), key=lambda item: item[1])]
     spec = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special_tokens(special),
         "normalizer": {"type": "NFC"} if nfc else None,
         "pre_tokenizer": PATTERNS[pattern].pre_tokenizer,
         "post_processor": _template(opening, special) if opening else None,

@@ -18,7 +18,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,17 +26,15 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import checkpoint
 import config
 import data
+import files
 import launch
 import log
 import memory
 import optim
 from config import UserError
-from model import Model, ModelConfig, count_parameters, generate, shape_for
+from model import Model, ModelConfig, count_parameters, flops_per_token, generate
 from prepare import ensure
 from tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-
-SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-         "intermediate_size")
 
 
 @dataclass
@@ -53,7 +50,9 @@ class Config(ModelConfig):
     seed: int = 1337                       # weights and the order of the data
     # objective
     document_mask: bool = False            # tokens see their own document only
-    # how much: one of tokens, max_steps, epochs; none = 20 tokens per parameter
+    eval_only: bool = False                # evaluate init_from (or out_dir) on data, train nothing
+    # -- copy: budget --
+    # how much: one of tokens, max_steps, epochs; else 20 tokens per parameter (sft.py: one epoch)
     tokens: int | None = None              # positions with a loss, over all replicas
     max_steps: int | None = None           # optimizer steps
     epochs: int | None = None              # passes over the training tokens
@@ -63,8 +62,10 @@ class Config(ModelConfig):
     micro_batch_size: int | Literal["auto"] = "auto"  # sequences per device per forward; "auto" = what fits
     global_batch_size: int | None = None   # sequences per optimizer step, all replicas; None = see memory.py
     gradient_accumulation: int | None = None  # forwards per optimizer step; None = what follows
+    # -- end --
     # optimizer
     optimizer: Literal["muon", "adamw"] = "muon"  # muon: for the matrices of the layers, adamw for the rest
+    # -- copy: knobs --
     lr: float | None = None                # peak learning rate; None = by the width, see optim.default_lr
     schedule: Literal["linear", "cosine", "wsd", "constant"] = "linear"  # what follows the warm-up
     start_lr: float = 0.0                  # where the warm-up starts
@@ -86,7 +87,6 @@ class Config(ModelConfig):
     # evaluation
     eval_interval: int | None = 250        # steps; also at the end; None = only there
     eval_tokens: int | None = None         # None = all validation tokens; else an evenly spaced subset
-    eval_only: bool = False                # evaluate init_from (or out_dir) on data, train nothing
     # intervals, in steps
     log_interval: int = 1                  # a line and a record in metrics.jsonl
     sample_interval: int | None = 250      # print what the model writes, also at the end; None = never
@@ -98,6 +98,7 @@ class Config(ModelConfig):
     wandb_entity: str | None = None        # its team
     wandb_name: str | None = None          # its run name
     tensorboard: bool = False              # log to <out_dir>/tensorboard, if installed
+    # -- end --
 
 
 def train(**kwargs) -> dict:
@@ -116,13 +117,13 @@ def main(cfg: Config) -> dict:
     cfg.out_dir = cfg.out_dir or config.default_out_dir(cfg)
     if cfg.eval_only:
         return evaluate_only(cfg, place, say)
-    check_length(cfg)
+    config.check_length(cfg)
     live = checkpoint.name_objects(cfg)                    # objects given from Python; cfg gets their paths
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint or None; brings cfg in line with it
     stored = checkpoint.read_json(resumed / "state.json") if resumed else None
     step, samples = (stored["step"], stored["samples"]) if stored else (0, 0)
-    base = open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
+    base = checkpoint.open_base(cfg, resumed, live.get("init_from"))  # the model to train on, or None
     if base and not resumed and "sequence_length" not in cfg.given:
         cfg.sequence_length = min(cfg.sequence_length, base.cfg.max_position_embeddings)
     opened = partial(open_corpus, cfg, base, live.get("tokenizer"), place, say)
@@ -133,7 +134,8 @@ def main(cfg: Config) -> dict:
         say(why)
     parameters, before = count_parameters(cfg), stored and stored["batch"]
     # planned again below, when the devices are known; here for what it has to complain about
-    batch = memory.plan(cfg, launch.replicas(cfg), torch.float32, "cpu", 2**62, parameters, before)
+    plan = partial(memory.plan, cfg, parameters=parameters, stored=before, document_mask=cfg.document_mask)
+    batch = plan(launch.replicas(cfg), torch.float32, "cpu", 2**62)
     max_steps = steps_of(cfg, step, samples, batch.global_batch_size, corpus, parameters)
     needed = samples + (max_steps - step) * batch.global_batch_size
     if not corpus.complete:
@@ -152,11 +154,11 @@ def main(cfg: Config) -> dict:
     # ---- devices ------------------------------------------------------------------------------------------
     run = launch.start(cfg)
     run.check_shared(cfg.out_dir)
-    lock = run.main and launch.hold(cfg.out_dir)           # until this process ends: one run in an out_dir
+    lock = run.main and files.hold(cfg.out_dir)           # until this process ends: one run in an out_dir
     if run.main and place.world > 1:
         checkpoint.save_objects(cfg, live)
     smallest = run.all_reduce(memory.device_memory(run.device), op="min")
-    batch = memory.plan(cfg, run.world, run.dtype, run.device.type, smallest, parameters, before)
+    batch = plan(run.world, run.dtype, run.device.type, smallest)
     cfg.micro_batch_size, cfg.gradient_accumulation = batch.micro_batch_size, batch.accumulation
     cfg.global_batch_size = batch.global_batch_size
     cfg.compile = run.device.type == "cuda" if cfg.compile is None else cfg.compile
@@ -174,7 +176,7 @@ def main(cfg: Config) -> dict:
     evaluation = log.evaluation_at(cfg.out_dir, step) if resumed else {}
     if resumed:
         checkpoint.restore(resumed, model, optimizer, scale, run)
-        check_resumed(cfg, stored, corpus, max_steps, run)
+        checkpoint.check_resumed(cfg, stored, corpus.continues(stored["corpus"]), max_steps, run)
     if step >= max_steps:
         length = next((key for key in config.LENGTHS if getattr(cfg, key) is not None), "tokens")
         run.say(f"the run in {cfg.out_dir} is finished: it has {step} steps, {max_steps} were asked for. "
@@ -191,12 +193,16 @@ def main(cfg: Config) -> dict:
         if run.world > 1 else model                        # `model` stays plain: its names reach the disk
 
     # ---- loop ---------------------------------------------------------------------------------------------
-    def micro_batches(samples: int):
-        """This replica's rows [micro, T+1] from `samples` on, step by step, on their way to the device."""
-        for _ in range(step, max_steps):
-            for ids in corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world):
-                yield run.to_device(ids)
-            samples += batch.global_batch_size
+    def loss_of(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[micro, T+1] -> sum of the losses, labels that counted"""
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        return forward(inputs, labels=labels, documents=documents_of(inputs, cfg, corpus))
+
+    def measure() -> dict:
+        return evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
+
+    def speak() -> str:
+        return sample(model, run) if model.tokenizer else ""
 
     def save() -> int:
         state = {"step": step, "samples": samples, "tokens": samples * cfg.sequence_length, "seed": cfg.seed,
@@ -218,10 +224,21 @@ def main(cfg: Config) -> dict:
         run.barrier()
         return step
 
+    # -- copy: loop --
+    def micro_batches(samples: int):
+        """This replica's rows from `samples` on, step by step, on their way to the device."""
+        for _ in range(step, max_steps):
+            for rows in corpus.step(samples, batch.micro_batch_size, batch.accumulation, run.rank, run.world):
+                yield run.to_device(rows)
+            samples += batch.global_batch_size
+
     lines = log.Log(cfg, run, max_steps, start_step=step, wandb_id=stored and stored["wandb_id"])
     peak = launch.peak_flops(run)
+    if not step and cfg.init_from and cfg.eval_interval:
+        lines.evaluation(0, measure())                     # what the weights can do before
     started = began = time.perf_counter()
     logged, saved = step, step if resumed else None
+    counted = torch.zeros((), device=run.device)           # labels since the last line of the log
     coming = micro_batches(samples)
     ahead = next(coming, None)
     while step < max_steps and not run.stopping():         # every rank calls this
@@ -231,29 +248,30 @@ def main(cfg: Config) -> dict:
             unsynced = forward.no_sync() if run.world > 1 and k < batch.accumulation - 1 else nullcontext()
             with unsynced:                                 # one all-reduce of the gradients per step
                 with run.autocast():
-                    inputs, labels = ahead[:, :-1], ahead[:, 1:]
-                    loss, valid = forward(inputs, labels=labels, documents=documents_of(inputs, cfg, corpus))
+                    loss, valid = loss_of(ahead)
                 (loss * scale.value).backward()
             totals += torch.stack((loss.detach(), valid.float()))
             ahead = next(coming, None)                     # read while the device works
         samples += batch.global_batch_size
         totals = run.all_reduce(totals)                    # every rank calls this
+        counted += totals[1]
         # DDP took the mean over ranks: back to the sum, then per label of the whole step
         norm = optim.finish_gradients(model, run.world / totals[1] / scale.value, cfg.grad_clip)
         optimizer.step(norm, lr)                           # nothing moves when the norm is not finite
         scale.update(norm)
         step += 1
         if log.due(step, cfg.log_interval) or step == max_steps:
-            numbers = (totals[0] / totals[1], norm, optimizer.skipped, optimizer.skipped_in_a_row)
-            loss, norm, skipped, in_a_row = torch.stack(numbers).tolist()      # host sync here
-            seconds = (time.perf_counter() - began) / (step - logged)
-            speed = batch.global_batch_size * cfg.sequence_length / seconds
-            lines.step(step, {"step-time": seconds, "cross-entropy-loss": loss, "learning-rate": lr,
-                              "gradient-norm": norm, "tokens-per-second": speed, **run.peak_memory(),
-                              "mfu": peak and speed * flops_per_token(cfg, parameters) / (peak * run.world),
+            numbers = (totals[0] / totals[1], norm, counted, optimizer.skipped, optimizer.skipped_in_a_row)
+            loss, norm, labels, skipped, in_a_row = torch.stack(numbers).tolist()      # host sync here
+            seconds, steps = time.perf_counter() - began, step - logged
+            flops = flops_per_token(cfg, parameters) * cfg.sequence_length * batch.global_batch_size * steps
+            lines.step(step, {"step-time": seconds / steps, "cross-entropy-loss": loss, "learning-rate": lr,
+                              "gradient-norm": norm, "tokens-per-second": labels / seconds,
+                              **run.peak_memory(), "mfu": peak and flops / seconds / (peak * run.world),
                               "skipped-steps": int(skipped) or None})
-            complain(cfg, step, max_steps, loss, int(in_a_row), lines)
+            lines.complain(cfg, step, loss, int(in_a_row))
             began, logged = time.perf_counter(), step
+            counted.zero_()
         pause = time.perf_counter()
         if step < max_steps:                               # what follows the last step stands below
             if log.due(step, cfg.save_interval) and not optimizer.skipped_in_a_row:
@@ -261,22 +279,24 @@ def main(cfg: Config) -> dict:
             if log.due(step, cfg.model_interval or cfg.save_interval) and not optimizer.skipped_in_a_row:
                 published = publish()
             if log.due(step, cfg.eval_interval):
-                lines.evaluation(step, evaluate(forward, corpus, batch.micro_batch_size, cfg, run))
-            if log.due(step, cfg.sample_interval) and model.tokenizer:
-                lines.note(sample(model, run))
+                lines.evaluation(step, measure())
+            if log.due(step, cfg.sample_interval):
+                lines.note(speak())
         began += time.perf_counter() - pause               # saving and evaluating are no training time
         run.stop |= cfg.max_minutes is not None and time.perf_counter() - started > 60 * cfg.max_minutes
+    # -- end --
 
     # ---- finish -------------------------------------------------------------------------------------------
+    # -- copy: finish --
     if saved != step:
         save()
     if published != step:
         publish()
     if step >= max_steps:
-        evaluation = evaluate(forward, corpus, batch.micro_batch_size, cfg, run)
+        evaluation = measure()
         lines.evaluation(step, evaluation)
-        if cfg.sample_interval and model.tokenizer:
-            lines.note(sample(model, run))
+        if cfg.sample_interval:
+            lines.note(speak())
         if not evaluation and corpus.val_tokens:
             run.say("the last evaluation was stopped: the same command makes up for it")
     else:
@@ -285,6 +305,7 @@ def main(cfg: Config) -> dict:
         run.say(f"warning: {int(optimizer.skipped)} of {step} steps had a gradient that is not finite and "
                 f"changed nothing: lower lr={cfg.lr} or warm up longer")
     lines.finish()
+    # -- end --
     del forward    # before the group: DDP's destructor would wait for gloo's threads, they for Python's lock
     hint = "it has no tokenizer, as its data carry none (--tokenizer names one)" if not model.tokenizer else \
         f"python sample.py --out_dir={shlex.quote(cfg.out_dir)}" if model.tokenizer.portable else \
@@ -301,18 +322,6 @@ def result_of(cfg: Config, step: int, samples: int, evaluation: dict | None = No
 
 
 # ---- before the loop --------------------------------------------------------------------------------------
-
-def check_length(cfg: Config) -> None:
-    """UserError where the length or the schedule contradicts itself."""
-    lengths = [key for key in config.LENGTHS if getattr(cfg, key) is not None]
-    if len(lengths) > 1:
-        raise UserError(f"{' and '.join(lengths)} were both given: a run's length is one of them")
-    if cfg.epochs and cfg.max_epochs and cfg.epochs > cfg.max_epochs:
-        raise UserError(f"epochs={cfg.epochs} is more than max_epochs={cfg.max_epochs}")
-    if cfg.schedule == "wsd" and cfg.warmup_ratio + cfg.decay_ratio > 1:
-        raise UserError(f"warmup_ratio={cfg.warmup_ratio} and decay_ratio={cfg.decay_ratio} sum to more than "
-                        f"the run: lower one of them")
-
 
 def open_corpus(cfg: Config, base: Model | None, live, place, say, tokens: int | None) -> data.Corpus:
     """
@@ -349,66 +358,18 @@ def named_tokenizer(cfg: Config, corpus, live) -> Tokenizer | None:
     return tokenizer
 
 
-def open_base(cfg: Config, resumed, live: Model | None) -> Model | None:
-    """
-    The model that the run goes on from, in fp32 on the CPU: what is resumed, else a copy of a live
-    init_from, else the one of init_from's directory. None from scratch.
-    """
-    path = resumed or cfg.init_from
-    if path is None:
-        return None
-    if live is not None and not resumed:
-        base = copy.deepcopy(live).float().cpu()
-    else:
-        base, base_tokenizer = checkpoint.load_model_dir(path, dtype=torch.float32)
-        base.tokenizer = base_tokenizer
-    for key in (f.name for f in fields(ModelConfig) if f.name in cfg.given):
-        wanted, there = getattr(cfg, key), getattr(base.cfg, key)
-        if wanted not in (there, None) and key not in ("rope_scaling", "max_position_embeddings"):
-            raise UserError(f"{key}={wanted} does not fit init_from={path}, which has {key}={there}: leave "
-                            f"it out")
-    return base
-
-
 def settle_shape(cfg: Config, corpus, base: Model | None, say) -> None:
     """
     Fill the ModelConfig fields of cfg: from the base, or from `params` and the vocabulary. UserError where
     data do not fit.
     """
-    if base is not None:
-        free = ("rope_scaling", "max_position_embeddings")
-        asked = {key: getattr(cfg, key) for key in free if key in cfg.given}
-        if asked.get("rope_scaling"):                      # stretches what the base was trained on
-            old = {"original_max_position_embeddings": base.cfg.max_position_embeddings}
-            asked["rope_scaling"] = {**old, **asked["rope_scaling"]}
-        asked["max_position_embeddings"] = max(base.cfg.max_position_embeddings,
-                                               asked.get("max_position_embeddings", 0), cfg.sequence_length)
-        if cfg.sequence_length > base.cfg.max_position_embeddings and "rope_scaling" not in cfg.given:
-            say(f"warning: sequence_length={cfg.sequence_length} is beyond the "
-                f"{base.cfg.max_position_embeddings} positions that the base was trained on: give "
-                f"rope_scaling, or expect it to learn them anew")
-        for f in fields(ModelConfig):
-            setattr(cfg, f.name, asked.get(f.name, getattr(base.cfg, f.name)))
-        base.cfg = checkpoint.model_config(cfg)
-        base.set_positions()
+    if base is None:
+        checkpoint.fresh_shape(cfg, corpus.vocab_size, say)
+    else:
+        checkpoint.inherit_shape(cfg, base, say)
         if base.tokenizer and corpus.tokenizer and not base.tokenizer.contains(corpus.tokenizer):
             raise UserError(f"data={cfg.data} was prepared with another tokenizer than the model's: prepare "
                             f"it again with --tokenizer={cfg.init_from or cfg.out_dir}")
-    else:
-        if cfg.vocab_size is None:
-            cfg.vocab_size = -(-corpus.vocab_size // 64) * 64
-        if "max_position_embeddings" not in cfg.given:
-            cfg.max_position_embeddings = cfg.sequence_length
-        if cfg.max_position_embeddings < cfg.sequence_length:
-            raise UserError(f"max_position_embeddings={cfg.max_position_embeddings} is less than "
-                            f"sequence_length={cfg.sequence_length}: leave it out, or raise it")
-        if cfg.params is not None:
-            mine = {key: getattr(cfg, key) for key in (*SHAPE, "tie_word_embeddings") if key in cfg.given}
-            shape, warnings = shape_for(cfg.params, cfg.vocab_size, mine)
-            for key, value in shape.items():
-                setattr(cfg, key, value)
-            for warning in warnings:
-                say(f"warning: {warning}")
     if corpus.vocab_size > cfg.vocab_size:
         raise UserError(f"data={cfg.data} holds ids up to {corpus.vocab_size - 1}, the model has "
                         f"vocab_size={cfg.vocab_size}")
@@ -425,19 +386,6 @@ def steps_of(cfg: Config, step: int, samples: int, batch_size: int, corpus, para
         return step + max(0, -(-(cfg.epochs * corpus.windows - samples) // batch_size))
     wanted = -(-(cfg.tokens or 20 * parameters) // cfg.sequence_length)        # sequences
     return step + max(0, -(-(wanted - samples) // batch_size))
-
-
-def check_resumed(cfg: Config, stored: dict, corpus, max_steps: int, run) -> None:
-    """Say what differs from the run that is resumed, or refuse."""
-    if not corpus.continues(stored["corpus"]) and cfg.resume in ("auto", True):
-        raise UserError(f"data={cfg.data} is not what the run in {cfg.out_dir} was trained on (its content "
-                        f"changed): choose another out_dir, or go on with it all the same by "
-                        f"--resume={cfg.out_dir}")
-    run.say(f"resuming at step {stored['step']}" + (f" with {run.world} ranks instead of {stored['world']}"
-                                                     if run.world != stored["world"] else ""))
-    if stored["max_steps"] != max_steps and stored["step"] < max_steps:
-        run.say(f"the run has {max_steps} steps now instead of {stored['max_steps']}: the learning rate "
-                f"follows the curve of {max_steps} steps from here on")
 
 
 def introduce(cfg: Config, run, corpus, batch, parameters: int, max_steps: int) -> None:
@@ -470,28 +418,6 @@ def documents_of(ids: torch.Tensor, cfg: Config, corpus) -> torch.Tensor | None:
     return data.documents(ids, corpus.eos_id) if cfg.document_mask else None
 
 
-def flops_per_token(cfg: Config, parameters: int) -> float:
-    """
-    Forward and backward, attention counted in full: 6 N + 12 L H K T (PaLM, arXiv 2204.02311, appendix B).
-    """
-    attention = cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim * cfg.sequence_length
-    return 6 * parameters + 12 * attention
-
-
-def complain(cfg: Config, step: int, max_steps: int, loss: float, in_a_row: int, lines) -> None:
-    """Stop a run that has diverged; warn about one that does not learn."""
-    if in_a_row >= 10:
-        state, _ = checkpoint.newest_state(Path(cfg.out_dir))
-        hint = f", for instance by --resume={state} --lr={cfg.lr / 3:.1e}" if state else ""
-        raise UserError(f"{in_a_row} steps in a row had a gradient that is not finite (step {step}, loss "
-                        f"{loss}): lower lr={cfg.lr} or warm up longer{hint}")
-    warm = max(1, round(cfg.warmup_ratio * max_steps))
-    if warm <= step < warm + cfg.log_interval and step >= 20 and loss > 0.99 * math.log(cfg.vocab_size):
-        lines.note(f"warning: after the warm-up the loss is still {loss:.4f}, what a model that knows "
-                   f"nothing has ({math.log(cfg.vocab_size):.4f}): is lr={cfg.lr} right?")
-
-
-@torch.no_grad()
 def evaluate(forward, corpus, micro_batch_size: int, cfg: Config, run) -> dict:
     """
     Loss (nats per token) and bits per byte of text over the validation tokens, each once, over all ranks. {}
@@ -540,7 +466,7 @@ def evaluate_only(cfg: Config, place, say) -> dict:
     """Loss and bits per byte of a model on the validation split of `data`. Writes nothing."""
     live = cfg.init_from if isinstance(cfg.init_from, Model) else None
     cfg.init_from = cfg.out_dir if cfg.init_from is None else "a live model" if live else cfg.init_from
-    model = open_base(cfg, None, live)
+    model = checkpoint.open_base(cfg, None, live)
     if "sequence_length" not in cfg.given:
         cfg.sequence_length = min(cfg.sequence_length, model.cfg.max_position_embeddings)
     corpus = open_corpus(cfg, model, None, place, say, 100 * (cfg.eval_tokens or 1_000_000))

@@ -139,7 +139,7 @@ def peak_memory() -> tuple[int, int]:
 def machine() -> dict:
     import launch                              # imports torch, which would count in every contestant's memory
     versions = {}
-    for package in ("torch", "numpy", "tiktoken", "tokenizers", "datasets"):
+    for package in ("torch", "numpy", "tiktoken", "tokenizers", "datasets", "transformers", "trl"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

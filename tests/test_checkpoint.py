@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import files
 import optim
 import tokenizer as tokenizers
 from config import UserError
@@ -158,14 +159,14 @@ def die_after(steps_on_disk: int):
         def call(*args, **kwargs):
             left[0] -= 1
             if left[0] < 0:
-                if original is checkpoint.save_file:       # in the middle of its bytes
+                if original is files.save_file:       # in the middle of its bytes
                     original(*args, **kwargs)
                     os.truncate(args[1], os.path.getsize(args[1]) // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         return call
 
-    for owner, name in ((os, "replace"), (os, "fsync"), (checkpoint, "save_file"), (shutil, "rmtree")):
+    for owner, name in ((os, "replace"), (os, "fsync"), (files, "save_file"), (shutil, "rmtree")):
         setattr(owner, name, counted(getattr(owner, name)))
     save(2, trained_model=model, keep_last=1)
     checkpoint.save_model_dir(model[0], None, "run", step=2)
@@ -305,8 +306,8 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_there(monkeypatch):
 
     def full(tensors, path, metadata):
         Path(path).write_bytes(b"half")
-        raise checkpoint.SafetensorError("No space left on device")
-    monkeypatch.setattr(checkpoint, "save_file", full)
+        raise files.SafetensorError("No space left on device")
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(UserError, match="No space left on device; what was saved before is intact"):
         save(2)
     with pytest.raises(UserError, match="model could not be saved to run: No space left on device"):
@@ -358,7 +359,7 @@ def test_weights_of_two_steps_are_refused_or_replaced_by_the_newest_state(monkey
     ("shape", r"1 of another shape: model.norm.weight \[7\]"), ("torn", "safetensors"),
     ("no weights", "no model.safetensors"), ("pickle", "convert it to safetensors"),
     ("no config", "config.json"), ("family", "model_type='bert'"), ("act", "hidden_act"),
-    ("json", "cannot be read"), ("nothing", "not a directory")])
+    ("json", "not valid JSON"), ("nothing", "not a directory")])
 def test_model_directories_that_do_not_fit_are_refused_by_name(fault, says):
     checkpoint.save_model_dir(trained()[0], None, "m")
     weights = load_file("m/model.safetensors")

@@ -1,5 +1,6 @@
 """The shape of the house: which way imports point, what every file keeps to, what stands in the README."""
 import ast
+import difflib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ if (REPO / ".git").exists():           # a user's own scripts beside ours may lo
     FILES = [f for f in FILES if f.relative_to(REPO).as_posix() in LISTED.stdout.split()]
 SCRIPTS = [f for f in FILES if "config.run(main, Config)" in f.read_text(encoding="utf-8")]
 NOUNS = {"config", "tokenizer", "tokenizer_json", "bpe", "patterns", "records", "data", "optim", "checkpoint",
-         "memory", "launch", "log", "model"}
+         "files", "chat", "instructions", "lora", "memory", "launch", "log", "model"}
 
 
 def imports(file: Path) -> set[str]:
@@ -86,6 +87,24 @@ def test_lines_and_functions_are_short():
                 limit = 260 if node.name == "main" else 70
                 long += [f"{file.name}: {node.name}"] if node.end_lineno - node.lineno > limit else []
     assert not long
+
+
+def test_copies_stay_equal():
+    """A fence `# -- copy: NAME --` ... `# -- end --` is the same text in every script that has it."""
+    copies: dict[str, list] = {}
+    for file in FILES:
+        text = file.read_text(encoding="utf-8")
+        found = re.findall(r"^ *# -- copy: ([^\n]+) --\n(.*?)^ *# -- end --\n", text, re.M | re.S)
+        assert len(found) == text.count("# -- copy: ") == text.count("# -- end --"), file
+        for name, content in found:
+            copies.setdefault(name, []).append((file.name, content))
+    assert {"budget", "knobs", "loop", "finish"} <= set(copies)
+    for name, (first, *others) in copies.items():
+        assert others, f"{name} stands in {first[0]} alone"
+        for other in others:
+            (one, here), (two, there) = first, other
+            lines = difflib.unified_diff(here.splitlines(), there.splitlines(), one, two, n=0, lineterm="")
+            assert here == there, f"{name} differs:\n" + "\n".join(lines)
 
 
 def test_importing_any_file_does_nothing(tmp_path):

@@ -339,3 +339,28 @@ def test_init_depends_on_seed_and_name_only():
     name = "model.layers.1.mlp.up_proj.weight"
     assert torch.equal(small.state_dict()[name], deep.state_dict()[name])
     assert not torch.equal(small.state_dict()[name], Model(small.cfg).init_weights(8).state_dict()[name])
+
+
+@pytest.mark.parametrize("shape", [
+    {}, {"model_type": "llama", "num_key_value_heads": 4}, {"sliding_window": 3},
+    {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}])
+def test_documents_apart_are_those_behind_a_mask(shape, monkeypatch):
+    """Their loss and gradients, with documents that end with a row, and one that is as long as it."""
+    small = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+                 num_key_value_heads=2, intermediate_size=48)
+    model = Model(ModelConfig(**{**small, **shape})).init_weights(0)
+    ids, labels = torch.randint(0, 50, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 5 + [1] + [2] * 6, [7] * 12, [3, 3, 1, 1, 1, 1, 4, 4, 4, 4, 4, 4]])
+    assert model.lengths(documents) == [5, 1, 6, 12, 2, 4, 6]
+    assert model.lengths(torch.tensor([[0, 1, 0, 0]])) is None        # in pieces: a mask says what it sees
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        loss, _ = model(ids, labels=labels, documents=documents)
+        loss.backward()
+        found.append((loss.detach(), [p.grad.clone() for p in model.parameters()]))
+        monkeypatch.setattr(Model, "lengths", lambda self, documents: None)
+    (loss, gradients), (wanted, others) = found
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+    for gradient, other in zip(gradients, others):
+        assert (gradient - other).norm() <= 1e-5 * other.norm()

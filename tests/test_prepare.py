@@ -17,6 +17,7 @@ import pytest
 
 import config
 import data
+import files
 import prepare as module
 from config import UserError
 from prepare import ensure, prepare
@@ -747,8 +748,8 @@ def test_the_failure_of_an_earlier_run_is_not_believed(monkeypatch):
     options = module.with_defaults({})
     target = module.target(module.open_records(source, options), load_tokenizer("byte"), options)
     os.makedirs("data")
-    for host in (module.platform.node(), "another-machine"):
-        note = {"host": host, "time": module.STARTED - 1, "error": "old trouble"}
+    for host in (files.platform.node(), "another-machine"):
+        note = {"host": host, "time": files.STARTED - 1, "error": "old trouble"}
         data.write_json(target + ".note.json", note)
         late = threading.Timer(0.7, lambda: ensure(source, "byte", rank=0, world=2, say=quiet))
         late.start()                                           # rank 1 looks first, and finds the old note
@@ -757,7 +758,7 @@ def test_the_failure_of_an_earlier_run_is_not_believed(monkeypatch):
         for file in Path(target).iterdir():
             file.unlink()
         os.rmdir(target)
-    monkeypatch.setattr(module, "PATIENCE", 0.3)               # with no rank 0 to replace it, it counts
+    monkeypatch.setattr(files, "PATIENCE", 0.3)               # with no rank 0 to replace it, it counts
     data.write_json(target + ".note.json", {"host": "another-machine", "time": 0, "error": "new trouble"})
     with pytest.raises(UserError, match="new trouble"):
         ensure(source, "byte", rank=1, world=2, say=quiet)

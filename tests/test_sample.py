@@ -1,4 +1,5 @@
 """sample.py: prompts in, text out, whole or in pieces; what is asked is done, or refused in one sentence."""
+import dataclasses
 import functools
 import io
 import json
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import chat
 import checkpoint
 import config
+import lora
 import sample
 import tokenizer as tokenizers
 from config import UserError
@@ -350,6 +353,341 @@ def test_joined_pieces_are_the_generated_text(options):
     assert all(pieces) and (len(pieces) > 20 or "stop" in options)
 
 
+# ---- conversations --------------------------------------------------------------------------------------
+
+CHATS = BYTES.with_special([chat.START, chat.END_OF_TURN])
+CHATS.chat_template = chat.CHATML
+END_OF_TURN = CHATS.special[chat.END_OF_TURN]
+FORECAST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How is it?"},
+            {"role": "assistant", "content": "Wet<|im_end|>."}, {"role": "user", "content": "And é?"}]
+
+
+def asked(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def answerer(text: str, limit: int = 200) -> Model:
+    """A model that answers `text` to whatever is asked: what follows the newline of the generation prompt."""
+    model = reciter("\n" + text, CHATS)
+    model.cfg.max_position_embeddings = limit
+    with torch.no_grad():
+        model.lm_head.weight[:, ord(text[-1])] = 0
+        model.lm_head.weight[END_OF_TURN, ord(text[-1])] = 1
+    return model
+
+
+@functools.cache
+def talker(limit: int = 128) -> Model:
+    """As wild(), with the ids of a conversation, in ASCII, and with an end now and then."""
+    model = Model(ModelConfig(vocab_size=CHATS.vocab_size, hidden_size=32, num_hidden_layers=2,
+                              num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+                              tie_word_embeddings=False, initializer_range=0.5,
+                              max_position_embeddings=limit)).init_weights(1)
+    with torch.no_grad():
+        for rows in (slice(0, 33), slice(127, 256)):
+            model.lm_head.weight[rows] = 0
+        model.lm_head.weight[END_OF_TURN] *= 1.4
+    model.tokenizer = CHATS
+    return model
+
+
+@pytest.fixture
+def heard(monkeypatch) -> list[list[int]]:
+    """The ids of each prompt that a model gets."""
+    rows, real = [], sample.generate_ids
+
+    def noted(model, prompts, *args, **options):
+        rows.extend(prompts)
+        return real(model, prompts, *args, **options)
+    monkeypatch.setattr(sample, "generate_ids", noted)
+    return rows
+
+
+def test_a_conversation_is_what_its_template_makes_of_it(heard):
+    rendered = CHATS.render_chat(FORECAST, add_generation_prompt=True)[0]
+    generate(talker(), FORECAST, 3)
+    list(stream(talker(), FORECAST, 3))
+    generate(talker(), ["plain", FORECAST], 3, num_samples=2)
+    assert heard == [rendered, rendered, *[list(b"plain")] * 2, *[rendered] * 2]
+    assert rendered.count(END_OF_TURN) == 4                            # the one that was typed is text
+    assert CHATS.decode(rendered).endswith("<|im_start|>user\nAnd é?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("template", [chat.CHATML, "{{ bos_token }}" + chat.CHATML], ids=["none", "written"])
+def test_bos_comes_once_before_a_conversation(heard, template):
+    pytest.importorskip("jinja2")
+    special = {**CHATS.special, "<bos>": CHATS.vocab_size}
+    begins = tokenizers.Tokenizer("bos", BYTES.ranks, special, 256, bos_id=CHATS.vocab_size,
+                                  opening=[CHATS.vocab_size], chat_template=template)
+    model = answerer("ok")
+    for prompt in (FORECAST, "plain"):
+        generate(model, prompt, 3, tokenizer=begins)
+        assert heard[-1][0] == begins.bos_id and heard[-1].count(begins.bos_id) == 1
+    assert heard[0][1:] == CHATS.render_chat(FORECAST, add_generation_prompt=True)[0]
+
+
+def test_an_answer_ends_with_its_turn_and_is_plain_text():
+    model, question = answerer("Yes!"), asked("Well?")
+    assert END_OF_TURN not in CHATS.ends
+    assert generate(model, question) == "Yes!" == "".join(stream(model, question))
+    assert generate(model, tuple(question), stop="s!") == "Ye"
+    assert generate(model, question, num_samples=2) == ["Yes!"] * 2
+    assert generate(model, [question]) == ["Yes!"] and generate(model, [question, question]) == ["Yes!"] * 2
+    model = reciter("\nNo.", CHATS)                                    # an end of text ends an answer, too
+    model.cfg.max_position_embeddings = 99
+    assert generate(model, question) == "No."
+    mixed = generate(answerer("Yes!"), ["Y", question], max_new_tokens=6)
+    assert mixed[0].startswith("es!<|im_end|>") and mixed[1] == "Yes!"     # a text goes on, as ever
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(seed=1), dict(seed=2, stop=["eQ", "7"])],
+                         ids=str)
+def test_joined_pieces_are_the_answer(options):
+    pieces = list(stream(talker(), FORECAST, 60, **options))
+    together = generate(talker(), [asked("Why?"), FORECAST, "text"], 60, **options)
+    assert "".join(pieces) == generate(talker(), FORECAST, 60, **options) and len(pieces) > 3
+    if options == dict(temperature=0):
+        assert together[1] == "".join(pieces)
+
+
+def test_greedy_answers_are_those_of_transformers(oracle, tmp_path):
+    checkpoint.save_model_dir(talker(), chat.with_chatml(BYTES), "model")
+    plain = [{**message, "content": message["content"].replace("<|im_end|>", "")} for message in FORECAST]
+    talks = [plain, asked("c"), asked("<think> Ω")]
+    theirs = json.loads(oracle.run(f"""
+import json, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32).eval()
+tokenizer = AutoTokenizer.from_pretrained("model")
+answers = []
+for messages in {talks!r}:
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt",
+                                          return_dict=True)
+    ids = model.generate(**asked, do_sample=False, max_new_tokens=40)[0, asked["input_ids"].shape[1]:]
+    answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+print(json.dumps(answers))""", tmp_path))
+    assert generate("model", talks, 40, temperature=0) == theirs and len(theirs[1]) < 40      # it ended
+
+
+def test_an_adapter_brings_its_weights_its_tokens_and_its_template(run):
+    base = Model(dataclasses.replace(talker().cfg, vocab_size=257)).init_weights(1)
+    checkpoint.save_model_dir(base, BYTES, "base")
+    checkpoint.save_model_dir(base, None, "bare")
+    new_ids = [CHATS.special[chat.START], END_OF_TURN]
+    adapted = lora.adapt(base.extend_vocabulary(259, new_ids, used=257), rank=2, alpha=8, new_ids=new_ids)
+    with torch.no_grad():
+        for name, p in lora.trained(adapted).items():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    lora.save_adapter(adapted, "adapter", "base")
+    chat.with_chatml(BYTES).save("adapter")
+    expected = generate(lora.merge(adapted), FORECAST, 20, temperature=0, tokenizer=CHATS)
+    for path in ("base", "bare"):
+        model = load_model(path, "cpu", adapter="adapter")
+        assert generate(model, FORECAST, 20, temperature=0) == expected and model.cfg.vocab_size == 259
+    flags = ["--adapter=adapter", "--chat", "--prompt=a", "--temperature=0", "--max_new_tokens=5"]
+    assert run("--out_dir=base", *flags) == (0, generate(model, asked("a"), 5, temperature=0) + "\n", "")
+    assert run("--out_dir=base", *flags, "--dtype=int8")[0] == 0
+    with pytest.raises(UserError, match="no chat template"):
+        generate("base", FORECAST)
+    code, out, error = run("--out_dir=base", "--adapter=base", "--prompt=a")
+    assert (code, out) == (2, "") and "adapter_config.json" in error and error.count("\n") == 1
+
+
+def test_chat_of_the_command_line_prints_the_answer_alone(run, heard):
+    checkpoint.save_model_dir(answerer("Yes!"), CHATS, "model")
+    flags, twice = ["--out_dir=model", "--chat"], 2 * "Yes!\n---------------\n"
+    assert run(*flags, "--prompt=Well?") == (0, "Yes!\n", "")
+    assert run(*flags, "--prompt=Well?", "--num_samples=2") == (0, twice, "")
+    Path("two.txt").write_text("a\nb\n")
+    assert run(*flags, "--prompt_file=two.txt", "--system=Hush.") == (0, twice, "")
+    system = {"role": "system", "content": "Hush."}
+    assert heard == [CHATS.render_chat(talk, True)[0] for talk in (
+        *3 * [asked("Well?")], [system, *asked("a")], [system, *asked("b")])]
+
+
+# ---- conversations in the terminal ----------------------------------------------------------------------
+
+GREETING = "/help lists the commands, an empty line ends\n"
+
+
+@pytest.fixture
+def talk(run, monkeypatch, tmp_path):
+    """talk(typed lines, *flags) -> what is printed, without the greeting and the prompts, as lines."""
+    def with_lines(lines, *flags):
+        monkeypatch.setattr("builtins.input", lambda prompt, left=iter(lines): next_line(left))
+        code, out, error = run("--out_dir=model", "--interactive", *flags)
+        assert (code, error) == (0, "") and out.startswith(GREETING) and out.endswith("\n")
+        return out.removeprefix(GREETING).splitlines()
+
+    def next_line(left) -> str:
+        line = next(left, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+    return with_lines
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """
+    scripted(answers) -> the (messages, options) that are asked: no model writes, these are the answers. "^C"
+    in one = the user presses it there.
+    """
+    def with_answers(*answers, limit=1000):
+        left, calls = iter(answers), []
+        checkpoint.save_model_dir(answerer("Yes!", limit), CHATS, "model")
+
+        def stream(model, messages, **options):
+            calls.append((messages, options))
+            before, interrupted, _ = next(left).partition("^C")
+            yield from before
+            if interrupted:
+                raise KeyboardInterrupt
+        monkeypatch.setattr(sample, "stream", stream)
+        return calls
+    return with_answers
+
+
+def said(call) -> list[str]:
+    return [f"{message['role'][0]}: {message['content']}" for message in call[0]]
+
+
+def test_a_conversation_remembers_its_turns(talk, scripted):
+    calls = scripted("one", "two", "three")
+    assert talk(["a", " b ", "//c", ""], "--system=s") == ["one", "two", "three"]
+    assert [said(call) for call in calls] == [["s: s", "u: a"], ["s: s", "u: a", "a: one", "u: b"],
+                                              ["s: s", "u: a", "a: one", "u: b", "a: two", "u: /c"]]
+
+
+@pytest.mark.parametrize("last", [["/quit", "b"], ["", "b"], ["  ", "b"], [EOFError, "b"],
+                                  [KeyboardInterrupt, "b"]], ids=str)
+def test_a_conversation_ends(talk, scripted, last):
+    calls = scripted("one")
+    assert talk(["a", *last])[:1] == ["one"] and len(calls) == 1
+
+
+def test_a_real_conversation_through_the_model(talk):
+    checkpoint.save_model_dir(answerer("Yes!"), CHATS, "model")
+    assert talk(["Well?", "Well?", "/retry"]) == ["Yes!", "Yes!", "Yes!", ""]
+
+
+def test_without_a_template_or_with_no_chat_it_is_plain_continuation(run, scripted, monkeypatch):
+    calls = scripted("b", "b")
+    checkpoint.save_model_dir(reciter("abc"), BYTES, "plain")
+    for flags in (["--out_dir=model", "--no-chat"], ["--out_dir=plain"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+        assert run(*flags, "--interactive") == (0, "> b\n> \n", "")
+    assert [prompt for prompt, _ in calls] == ["/help\n"] * 2
+
+
+def test_system_and_reset_begin_anew(talk, scripted):
+    calls = scripted("one", "two", "three")
+    assert talk(["/system", "a", "/system  Be kind. ", "/system", "b", "/reset", "c"]) == [
+        "(no system message)", "one", "(a new conversation)", "Be kind.", "two", "(a new conversation)",
+        "three", ""]
+    assert [said(call) for call in calls] == [["u: a"], ["s: Be kind.", "u: b"], ["s: Be kind.", "u: c"]]
+
+
+def test_retry_asks_again_with_another_draw(talk, scripted):
+    calls = scripted("one", "two", "three", "four")
+    printed = talk(["/retry", "a", "b", "/retry", "/retry"], "--seed=5")
+    assert printed == ["(nothing was asked yet)", "one", "two", "three", "four", ""]
+    assert [said(call) for call in calls] == [["u: a"], *3 * [["u: a", "a: one", "u: b"]]]
+    assert [options["seed"] for _, options in calls] == [5, 6, 7, 8]
+
+
+def test_retry_draws_another_answer_unless_it_is_greedy(talk):
+    checkpoint.save_model_dir(talker(), CHATS, "model")
+    lines, few = ["Hi", "/retry", "/retry"], "--max_new_tokens=12"
+    drawn = [talk(lines, few, *flags)[:3] for flags in (["--seed=1"], ["--seed=1"], [], ["--temperature=0"])]
+    assert [len(set(answers)) for answers in drawn] == [3, 3, 3, 1] and drawn[0] == drawn[1] != drawn[2]
+    assert talk(lines, few, f"--seed={2**63 - 1}")[:3] != drawn[0]
+
+
+def test_save_appends_a_line_that_sft_can_train_on(talk, scripted):
+    from instructions import conversation_of
+    scripted("one", "é^C", "^C", "two")
+    Path("talks.jsonl").write_text("{}")                   # by someone who left its last line open
+    assert talk(["/save talks.jsonl", "a", "/save talks.jsonl", "/save", "b", "c", "/save talks.jsonl",
+                 "/save .", "/save no/where", "/save a\0b"], "--system=s") == [
+        "(there is no answer to save yet)", "one", "(saved to talks.jsonl)",
+        "(/save needs a file: /save talks.jsonl)", "é", "", "(an empty answer, which is not kept)",
+        "(saved to talks.jsonl)", "(. could not be written: [Errno 21] Is a directory: '.')",
+        "(no/where could not be written: [Errno 2] No such file or directory: 'no/where')",
+        "(a\0b could not be written: embedded null byte)", ""]
+    before, *lines = Path("talks.jsonl").read_text(encoding="utf-8").splitlines()
+    messages = [conversation_of(json.loads(line)).messages for line in lines]
+    system, first, second = [{"role": "system", "content": "s"}], asked("a"), asked("b")
+    one, two = ([{"role": "assistant", "content": text}] for text in ("one", "é"))
+    assert before == "{}" and messages == [system + first + one, system + first + one + second + two]
+
+
+def test_ctrl_c_keeps_what_was_written_of_an_answer(talk, scripted):
+    calls = scripted("half^C", "^C", "two", "^C", "three")
+    assert talk(["a", "b", "/retry", "c", "d"]) == [
+        "half", "", "(an empty answer, which is not kept)", "two", "", "(an empty answer, which is not kept)",
+        "three", ""]
+    begun = ["u: a", "a: half"]
+    assert [said(call) for call in calls] == [
+        ["u: a"], [*begun, "u: b"], [*begun, "u: b"], [*begun, "u: b", "a: two", "u: c"],
+        [*begun, "u: b", "a: two", "u: d"]]
+
+
+def test_what_an_answer_thought_stays_in_the_history(talk, scripted):
+    pytest.importorskip("jinja2")
+    calls = scripted("<think>Hm.</think>Wet.", "Yes.")
+    forgets = tokenizers.load_tokenizer("model")
+    content = "message['content']"
+    forgets.chat_template = chat.CHATML.replace(content, content + ".split('</think>')[-1]")
+    checkpoint.save_model_dir(answerer("Yes!", 1000), forgets, "model")
+    assert talk(["a", "b"]) == ["<think>Hm.</think>Wet.", "Yes.", ""]
+    assert said(calls[1]) == ["u: a", "a: <think>Hm.</think>Wet.", "u: b"]
+
+
+def test_unknown_commands_say_how_a_slash_is_sent(talk, scripted):
+    assert not scripted()
+    helped, *listed = talk(["/etc/passwd please", "/", "/help"])
+    assert helped == ("(/etc/passwd is no command, /help lists them; a message that begins with a slash is "
+                      "typed with two: //etc/passwd)")
+    for command in ("/system", "/reset", "/retry", "/save", "/help", "/quit", "//"):
+        assert any(line.startswith(command) for line in listed)
+
+
+def test_a_long_conversation_loses_its_oldest_turns_and_says_so_once(talk, scripted):
+    calls = scripted(*"1234567", limit=80)                             # half of it is for the answer
+    full = "(the model's context of 80 tokens is full: it does not see the oldest turns now)"
+    assert talk(["a", "b", "c", "d", "/retry", "/save all.jsonl", "/reset", "e", "f"]) == [
+        "1", full, "2", "3", "4", "5", "(saved to all.jsonl)", "(a new conversation)", "6", full, "7", ""]
+    assert [said(call) for call in calls] == [[f"u: {letter}"] for letter in "abcddef"]
+    assert len(json.loads(Path("all.jsonl").read_text(encoding="utf-8"))["messages"]) == 8
+    calls = scripted(*"1234", limit=200)
+    system = 40 * "s"
+    assert talk(["a", "b", "c", "d"], f"--system={system}")[2:4] == [full.replace("80", "200"), "3"]
+    assert [said(call) for call in calls[2:]] == [[f"s: {system}", "u: b", "a: 2", "u: c"],
+                                                  [f"s: {system}", "u: c", "a: 3", "u: d"]]
+
+
+def test_a_message_that_does_not_fit_is_not_kept(talk, scripted):
+    calls = scripted("1", "2", "3", limit=128)
+    long, limit = "x" * 200, "tokens, and the model's context is 128: shorten"
+    assert talk(["a", long, "b", f"/system {long}", "c"], "--max_new_tokens=1") == [
+        "1", f"(with this message there would be 219 {limit} it, it was not asked)", "2",
+        f"(a conversation has 230 {limit} its messages, or leave out the oldest)", "3", ""]
+    assert said(calls[-1]) == ["u: a", "a: 1", "u: b", "a: 2", "u: c"]
+
+
+def test_a_template_that_refuses_is_a_sentence(run, talk):
+    pytest.importorskip("jinja2")
+    strict = BYTES.with_special([chat.START, chat.END_OF_TURN])
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    strict.chat_template = refusal + chat.CHATML
+    checkpoint.save_model_dir(answerer("Yes!"), strict, "model")
+    sentence = "the chat template of <Tokenizer 'model', 259 ids> refuses this conversation: no system"
+    assert talk(["/system s", "a"]) == [f"({sentence})", "Yes!", ""]
+    for flags in (["--interactive"], ["--chat", "--prompt=a"]):
+        assert run("--out_dir=model", "--system=s", *flags) == (2, "", f"sample.py: {sentence}\n")
+
+
 # ---- what is refused ------------------------------------------------------------------------------------
 
 def prepare_wrong_files():
@@ -371,6 +709,14 @@ def prepare_wrong_files():
     (["--prompt_file=latin.txt"], "prompt_file=latin.txt cannot be read"),
     (["--prompt_file=folder"], "prompt_file=folder cannot be read"),
     (["--interactive", "--prompt=a", "--num_samples=2"], "leave out prompt and num_samples"),
+    (["--chat", "--prompt=a"], "has no chat template, so the model knows no conversations: train it on some "
+                               "with sft.py"),
+    (["--chat", "--interactive"], "no chat template"),
+    (["--system=s", "--interactive"], "no chat template"),
+    (["--system=s", "--prompt=a"], "system='s' stands before a conversation"),
+    (["--system=s", "--interactive", "--no-chat"], "system='s' stands before a conversation"),
+    (["--chat"], "chat answers a message, and there is none"),
+    (["--chat", "--prompt= "], "chat answers a message, and there is none"),
     (["--temperature=-1"], "--temperature=-1.0 must be at least 0"),
     (["--top_p=2"], "--top_p=2.0 must be at most 1"),
     (["--num_samples=0"], "--num_samples=0 must be above 0"),
@@ -394,3 +740,26 @@ def test_values_without_sense_are_refused_from_python_too(options):
     if "num_samples" not in options:
         with pytest.raises(UserError, match=next(iter(options))):
             list(stream(reciter("abc"), "a", **options))
+
+
+@pytest.mark.parametrize("prompt,sentence", [
+    ([], "a conversation without messages"), ({"role": "user", "content": "a"}, "a list of messages"),
+    (None, "None is neither"), ([{"role": "user"}], "unlike {'role': 'user'}"),
+    ([*asked("a"), "b"], "is neither"), ([{"messages": asked("a")}], "unlike {'messages'"),
+    ([{"role": "users", "content": "a"}], "system, user, assistant, tool"),
+    ([{"role": ["user"], "content": "a"}], "system, user, assistant, tool"),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "a text as its content"),
+    ([*asked("a"), {"role": "assistant", "content": "b"}], "ends with an answer"),
+    (asked("a" * 200), "tokens, and the model's context is 128: shorten")], ids=lambda value: str(value)[:30])
+def test_conversations_that_are_none_are_refused(prompt, sentence):
+    for ask in (lambda: list(stream(talker(), prompt)), lambda: generate(talker(), ["text", prompt])):
+        with pytest.raises(UserError, match=sentence):
+            ask()
+    if prompt:
+        with pytest.raises(UserError, match=sentence):
+            generate(talker(), prompt)
+
+
+def test_a_conversation_needs_a_template():
+    with pytest.raises(UserError, match=r"<Tokenizer 'byte', 257 ids> has no chat template.*sft\.py"):
+        generate(wild(), asked("a"))

@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import data
+import instructions
 import sample
+import sft
 from packages import package  # noqa: F401  (a fixture)
 from test_vocabularies import SMOLLM2, smollm2_files
 
@@ -159,3 +162,58 @@ def test_8_bit_weights_cost_less_than_a_hundredth_of_a_nat(model, directory):
         exact, coarse = (torch.nn.functional.cross_entropy(m(ids[:, :-1])[0], labels).item()
                          for m in (model, sample.load_model(directory, "cpu", "int8")))
     assert len(labels) == 1024 and exact < 3.5 and abs(coarse - exact) < 0.01
+
+
+# ---- fine-tuned on a real set of conversations ------------------------------------------------------------
+
+TOPICS = ("ai botprofile computers conversations emotion food gossip greetings health history humor "
+          "literature money movies politics psychology science sports trivia").split()
+
+
+def conversations(package, path: str) -> None:  # noqa: F811
+    yaml = pytest.importorskip("yaml", reason="pip install -r requirements-dev.txt")
+    files = [f"chatterbot_corpus/data/english/{topic}.yml" for topic in TOPICS]
+    directory = package("chatterbot-corpus==1.3.3", *files)
+    with open(path, "w", encoding="utf-8") as out:
+        for file in files:
+            for turns in yaml.safe_load((directory / file).read_text(encoding="utf-8"))["conversations"]:
+                roles = ["user", "assistant"] * len(turns)
+                messages = [{"role": role, "content": str(turn)} for role, turn in zip(roles, turns)]
+                out.write(json.dumps({"messages": messages}) + "\n")
+
+
+@pytest.mark.slow
+def test_tuning_on_conversations_lowers_the_loss_of_held_out_answers_and_they_end(
+        directory, package, oracle):  # noqa: F811
+    """About ten minutes on two cores."""
+    conversations(package, "chats.jsonl")
+    torch.set_num_threads(2)
+    sft.finetune(init_from=str(directory), data="chats.jsonl", out_dir="out", sequence_length=256,
+                 val_fraction=0.1, eval_interval=40, sample_interval=None, save_interval=None, device="cpu")
+    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    losses = [line["validation-loss"] for line in lines if "validation-loss" in line]
+    print("loss on the answers held out:", losses)
+    assert losses[-1] <= losses[0] - 0.3
+
+    model = sample.load_model("out", "cpu")
+    samples = instructions.Samples(str(next(Path("data").glob("chats-*"))))
+    rows = data.Rows(samples, 256, True, True, "truncate", 0.1, 1337, lambda text: None)
+    asked = [model.tokenizer.decode(samples.tokens(int(i))[0]) for i in rows.val.pieces[:20, 0]]
+    asked = [text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0] for text in asked]
+    answers = [sample.generate(model, [{"role": "user", "content": question}], temperature=0,
+                               max_new_tokens=100) for question in asked]
+    print(*zip(asked, answers), sep="\n")
+    assert sum(len(model.tokenizer.encode(answer)) < 100 for answer in answers) >= 15
+    theirs = oracle.run("""
+import json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("out", dtype="float32")
+tokenizer, texts = AutoTokenizer.from_pretrained("out"), []
+for question in %r:
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
+                                        return_tensors="pt", return_dict=True)["input_ids"]
+    new = model.generate(ids, max_new_tokens=100, do_sample=False)[0, ids.shape[1]:]
+    texts.append(tokenizer.decode(new, skip_special_tokens=True))
+print(json.dumps(texts))
+""" % asked[:10], Path.cwd())
+    assert json.loads(theirs) == answers[:10]

@@ -15,6 +15,7 @@ import torch
 import checkpoint
 import config
 import data
+import files
 import launch
 import log
 import memory
@@ -209,7 +210,7 @@ def test_forcing_another_batch_or_optimizer_uses_it_and_says_so(corpus, capsys):
 
 def test_two_processes_cannot_train_in_one_out_dir(corpus):
     go(corpus, out_dir="run", max_steps=2)
-    with launch.hold("run"):
+    with files.hold("run"):
         with pytest.raises(UserError, match="another process is training in run"):
             go(corpus, out_dir="run", max_steps=4)
     assert go(corpus, out_dir="run", max_steps=4)["steps"] == 4
