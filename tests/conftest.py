@@ -1,4 +1,5 @@
 """What all tests share: the repo on the path, the oracle process, the seconds of each file."""
+import importlib.util
 import os
 import sys
 from collections import defaultdict
@@ -19,7 +20,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def oracle():
-    pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+    if importlib.util.find_spec("transformers") is None:   # imported here, it would find our `kernels`
+        pytest.skip("no transformers: pip install -r requirements-dev.txt")
     judge = Oracle()
     yield judge
     judge.stop()

@@ -50,6 +50,19 @@ def test_arrows_point_one_way():
             assert not tops & {"transformers", "datasets"} or file.stem == "records", file
 
 
+def test_a_package_of_the_same_name_does_not_win(tmp_path):
+    """Hugging Face's `kernels`, which transformers installs, would where ours were folders without a file."""
+    for folder in FOLDERS:
+        Path(tmp_path, folder).mkdir()
+        Path(tmp_path, folder, "__init__.py").write_text("", encoding="utf-8")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import benchmarks, kernels; " \
+           "print(benchmarks.__file__, kernels.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, encoding="utf-8")
+    ours = [str(REPO / folder / "__init__.py") for folder in ("benchmarks", "kernels")]
+    assert found.stdout.split() == ours
+    assert all(Path(file.parent, "__init__.py").exists() for file in FILES if file.parent != REPO)
+
+
 def test_text_files_are_opened_with_encoding_and_newline():
     """What the system's defaults are differs between Windows, macOS and Linux."""
     for file in FILES:
