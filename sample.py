@@ -32,7 +32,6 @@ import chat
 import checkpoint
 import config
 import launch
-import lora
 import tokenizer as tokenizers
 from config import UserError
 from kernels.int8 import check_products
@@ -298,10 +297,7 @@ def load_model(path: str | Path, device: str = "auto", dtype: str | torch.dtype 
         dtype = launch.choose_dtype(dtype or "auto", place)
     model, model.tokenizer = checkpoint.load_model_dir(path, place, dtype)
     if adapter is not None:
-        if own := checkpoint.tokenizer_of(Path(adapter)):              # has special tokens that are new
-            used = (model.tokenizer or own).vocab_size
-            model.extend_vocabulary(own.vocab_size, (), used).tokenizer = own
-        lora.merge(lora.load_adapter(model, adapter))
+        model, model.tokenizer = checkpoint.with_adapter(model, model.tokenizer, adapter)
     return model.in_int8().eval() if eight_bits else model.eval()
 
 
