@@ -519,7 +519,7 @@ class Rows:
                  overlong: str, val_fraction: float, seed: int, say=print):
         self.samples, self.sequence_length = samples, sequence_length
         self.mask_input, self.packing, self.seed = mask_input, packing, seed
-        self.fingerprint = digest([samples.meta["key"], len(samples)])
+        self.fingerprint = samples.meta["content"]
         pieces = self.pieces(overlong, say)                # int64 [n, 3]: sample, first token, places
         held_out = self.held_out(val_fraction, say)[pieces[:, 0]]
         self.train, self.val = (Packed(pieces[which], self.labels(pieces[which]), sequence_length, packing)

@@ -15,6 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from files import announced, digest, exclusive, read_json, wait_for, writing, wr
 from records import Records, read_records
 from tokenizer import BPE_SAMPLE, END, Tokenizer, load_tokenizer, train_bpe, vocab_size_for
 
-VERSION = 1                    # of the folder's format
+VERSION = 2                    # of the folder's format
 TRAINED = np.uint32(1 << 31)   # the bit of a token that is to be predicted where prompts are masked
 
 ROLES = {
@@ -197,11 +198,25 @@ def ensure(source: str, tokenizer: Tokenizer | str, format: str | None = None, r
     `tokenizer` "auto": a BPE trained on the records, with chat.CHATML. UserError: no record can be used.
     """
     records = read_records(source)
-    by = tokenizer if tokenizer == "auto" else [tokenizer.fingerprint, tokenizer.eos_id, tokenizer.opening,
-                                                tokenizer.chat_template]
-    key = digest([VERSION, records.identity(), by, format])
     name = re.sub(r"[^\w.-]+", "-", records.name)
-    folder = os.path.join("data", f"{name}-sft-{key[:8]}")
+    turn = partial(made, rank=rank, world=world, say=say)
+    if tokenizer == "auto":
+        key = digest([VERSION, records.identity(), format])
+        tokenizer = load_tokenizer(turn(f"{name}-bpe-{key[:8]}", partial(
+            write_tokenizer, records, source, format, key=key, say=say)))
+    key = digest([VERSION, records.identity(), format, tokenizer.fingerprint, tokenizer.eos_id,
+                  tokenizer.opening, tokenizer.chat_template])
+    folder = turn(f"{name}-sft-{key[:8]}", partial(
+        write, records, source, tokenizer, format, key=key, say=say))
+    if rank == 0:
+        meta = read_json(os.path.join(folder, "meta.json"))
+        say(f"the records of {source} are in {folder}:\n{summary(meta)}")
+    return folder
+
+
+def made(name: str, fill: Callable[[str], object], rank: int, world: int, say) -> str:
+    """The folder data/<name>; rank 0 fills it where its meta.json is missing, while the others wait."""
+    folder = os.path.join("data", name)
 
     def there() -> bool:
         return os.path.isfile(os.path.join(folder, "meta.json"))
@@ -212,21 +227,31 @@ def ensure(source: str, tokenizer: Tokenizer | str, format: str | None = None, r
         note = announced(folder + ".note.json") if world > 1 else contextlib.nullcontext()
         with writing("data"), note, writing(folder), exclusive(folder, say):
             if not there():
-                say(f"{source}: making samples of its records in {folder}")
-                write(records, source, tokenizer, format, folder, key, say)
-    else:
-        say(f"the records of {source} are in {folder}")
-    if rank == 0:
-        say(summary(read_json(os.path.join(folder, "meta.json"))))
+                fill(folder)
     return folder
 
 
-def write(records: Records, source: str, tokenizer: Tokenizer | str, format: str | None, folder: str,
-          key: str, say) -> None:
+def write_tokenizer(records: Records, source: str, format: str | None, folder: str, key: str, say) -> None:
+    """A BPE of what the records say, whose chat template is ours; meta.json comes last."""
+    size, texts = 0, []
+    for conversation in conversations(records, format):
+        texts += [message["content"] for message in conversation.messages]
+        size += sum(len(message["content"].encode("utf-8", "replace")) for message in conversation.messages)
+    if not texts:
+        refuse(source, left_out(records))
+    vocab_size = vocab_size_for(size)
+    say(f"training a BPE tokenizer with {vocab_size:,} entries on the records of {source}")
+    every = -(-size // BPE_SAMPLE) or 1
+    tokenizer = train_bpe(texts[::every], vocab_size, (END, chat.START, chat.END_OF_TURN), say=say)
+    chat.with_chatml(tokenizer).save(folder)
+    write_json(os.path.join(folder, "meta.json"), {"version": VERSION, "key": key, "source": source})
+
+
+def write(records: Records, source: str, tokenizer: Tokenizer, format: str | None, folder: str, key: str,
+          say) -> None:
     """Fills the folder; meta.json comes last."""
-    if tokenizer == "auto":
-        tokenizer = own_tokenizer(records, format, say)
-    formats, starts, trained, first, place = Counter(), [0], [], [], []
+    say(f"{source}: making samples of its records in {folder}")
+    formats, starts, trained, first, hashes = Counter(), [0], [], [], []
     with open(os.path.join(folder, "tokens.bin"), "wb") as file:
         for conversation in conversations(records, format):
             try:
@@ -242,18 +267,27 @@ def write(records: Records, source: str, tokenizer: Tokenizer | str, format: str
             starts.append(starts[-1] + len(ids))
             trained.append(sum(mask))
             first.append(mask.index(True))
-            place.append(int.from_bytes(hashlib.blake2b(marked.data, digest_size=8).digest(), "big") / 2**64)
-    found = {"left_out": dict(records.left_out), "noted": dict(records.noted), "example": records.example}
+            hashes.append(hashlib.blake2b(marked.data, digest_size=8).digest())
     if not trained:
-        reasons = listed(found, "left_out") or "it holds no record"
-        raise UserError(f"{source} has no record that can be trained on: {reasons}. A record is one of "
-                        f"{', '.join(FORMATS)} (--format forces one): see instructions.py")
+        refuse(source, left_out(records))
+    place = np.frombuffer(b"".join(hashes), ">u8") / 2**64
     np.savez(os.path.join(folder, "samples.npz"), starts=np.array(starts, np.int64),
-             trained=np.array(trained, np.int64), first=np.array(first, np.int64), place=np.array(place))
+             trained=np.array(trained, np.int64), first=np.array(first, np.int64), place=place)
     tokenizer.save(folder)
     write_json(os.path.join(folder, "meta.json"), {
-        "version": VERSION, "key": key, "source": source, "samples": len(trained), "tokens": starts[-1],
-        "trained": sum(trained), "formats": dict(formats), "vocab_size": tokenizer.vocab_size, **found})
+        "version": VERSION, "key": key, "content": hashlib.sha256(b"".join(hashes)).hexdigest(),
+        "source": source, "samples": len(trained), "tokens": starts[-1], "trained": sum(trained),
+        "formats": dict(formats), "vocab_size": tokenizer.vocab_size, **left_out(records)})
+
+
+def left_out(records: Records) -> dict:
+    return {"left_out": dict(records.left_out), "noted": dict(records.noted), "example": records.example}
+
+
+def refuse(source: str, found: dict) -> None:
+    reasons = listed(found, "left_out") or "it holds no record"
+    raise UserError(f"{source} has no record that can be trained on: {reasons}. A record is one of "
+                    f"{', '.join(FORMATS)} (--format forces one): see instructions.py")
 
 
 def conversations(records: Records, format: str | None) -> Iterator[Conversation]:
@@ -263,19 +297,6 @@ def conversations(records: Records, format: str | None) -> Iterator[Conversation
             yield conversation_of(record, format)
         except Unusable as reason:
             records.leave_out(str(reason))
-
-
-def own_tokenizer(records: Records, format: str | None, say) -> Tokenizer:
-    """A BPE of what the records say, whose chat template is ours."""
-    size, texts = 0, []
-    for conversation in conversations(records, format):
-        texts += [message["content"] for message in conversation.messages]
-        size += sum(len(message["content"].encode("utf-8", "replace")) for message in conversation.messages)
-    vocab_size = vocab_size_for(size)
-    say(f"training a BPE tokenizer with {vocab_size:,} entries on the records")
-    every = -(-size // BPE_SAMPLE) or 1
-    tokenizer = train_bpe(texts[::every], vocab_size, (END, chat.START, chat.END_OF_TURN), say=say)
-    return chat.with_chatml(tokenizer)
 
 
 def summary(meta: dict) -> str:

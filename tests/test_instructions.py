@@ -140,6 +140,8 @@ def test_no_usable_record_is_refused_with_the_reasons():
     with pytest.raises(UserError, match="not of the format alpaca"):
         instructions.ensure(write("good.jsonl", [{"question": "q", "answer": "a"}]), chatml(), "alpaca",
                             say=quiet)
+    with pytest.raises(UserError, match="no record that can be trained on.*no known format"):
+        instructions.ensure("bad.jsonl", "auto", say=quiet)
 
 
 def test_another_template_format_or_file_is_another_folder():

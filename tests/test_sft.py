@@ -1,5 +1,6 @@
 """sft.py end to end on small models: what is learned, packing changes nothing, resume, LoRA, the judges."""
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -221,16 +222,29 @@ def stop_at(step: int, path: str, **options) -> dict:
         log.Log.step = original
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "lora_dropout": 0.1}], ids=["full", "adapter"])
+@pytest.mark.parametrize("options", [
+    {"init_from": "base"}, {"init_from": "base", "lora_rank": 4, "lora_dropout": 0.1},
+    {"params": None, **SHAPE}, {"params": None, **SHAPE, "tokenizer": "byte"},
+], ids=["full", "adapter", "its own tokenizer", "scratch"])
 def test_resume_is_bitwise(options):
     path = write("many.jsonl", many())
-    options |= {"init_from": base()}
+    base()
     whole = go(path, out_dir="whole", **options)
     assert stop_at(4, path, out_dir="cut", **options)["steps"] == 4
     rest = go(path, out_dir="cut", **options)
     assert rest["losses"] == whole["losses"][4:] and rest["tokens"] == whole["tokens"]
     assert all(torch.equal(a, b) for a, b in zip(weights("whole").values(), weights("cut").values()))
     assert go(path, out_dir="cut", **options)["steps"] == 6    # finished: says so
+    assert len(list(Path("data").glob("*-sft-*/meta.json"))) == 1
+
+
+def test_a_file_that_was_only_touched_is_the_same_data():
+    path = write("many.jsonl", many())
+    fresh(path, out_dir="whole", tokenizer="auto")
+    stop_at(4, path, out_dir="out", params=None, **SHAPE)
+    os.utime(path, (0, 0))
+    fresh(path, out_dir="out", tokenizer="auto")
+    assert all(torch.equal(a, b) for a, b in zip(weights("whole").values(), weights("out").values()))
 
 
 def test_other_records_are_another_run():
