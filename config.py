@@ -86,10 +86,11 @@ def parse_size(text: str) -> int:
 
 
 def members(kind) -> tuple:
-    """The alternatives of `A | B | None`, str last as it takes anything; of any other type, that type."""
+    """The alternatives of `A | B | None`, those last that take anything; of any other type, that type."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    order = [NoneType, int, float, bool]
-    return tuple(sorted(kinds, key=lambda k: order.index(k) if k in order else len(order) + (k is str)))
+    first, last = [NoneType, int, float, bool], [str, object]
+    rank = {k: i for i, k in enumerate([*first, "others", *last])}
+    return tuple(sorted(kinds, key=lambda k: rank.get(k, len(first))))
 
 
 def describe(kind) -> str:

@@ -115,12 +115,12 @@ def adapt(model: Model, rank: int, alpha: float, dropout: float = 0.0, targets: 
     `seed` and name, B is 0. The rows of `new_ids` are trained in full. What is frozen becomes `dtype` (None =
     stays what it is), what is trained is fp32.
 
-    UserError for a target that does not exist, a rank below 1, an id that has no row.
+    UserError for a target that does not exist, a rank below 1 or above all matrices', an id that has no row.
     """
     linears, new_ids, V = projections(model), sorted(set(new_ids)), model.cfg.vocab_size
     if rank < 1 or not 0 <= dropout < 1:
-        raise UserError(f"rank={rank} and dropout={dropout}: a rank is 1 or more, a dropout 0 or more and "
-                        f"below 1")
+        raise UserError(f"lora_rank={rank} and lora_dropout={dropout}: a rank is 1 or more, a dropout 0 or "
+                        f"more and below 1")
     if new_ids and not 0 <= new_ids[0] <= new_ids[-1] < V:
         raise UserError(f"new_ids go from {new_ids[0]} to {new_ids[-1]}, but the model has {V} rows: call "
                         f"extend_vocabulary first")
@@ -129,11 +129,14 @@ def adapt(model: Model, rank: int, alpha: float, dropout: float = 0.0, targets: 
         found = {name: linear for name, linear in linears.items() if f".{name}".endswith(f".{target}")}
         if not found:
             ends = dict.fromkeys(last(name) for name in linears)
-            raise UserError(f"targets names {target!r}, but no linear layer of this model is called that: "
-                            f"use some of {', '.join(ends)}")
+            raise UserError(f"lora_targets names {target!r}, but no linear layer of this model is called "
+                            f"that: use some of {', '.join(ends)}")
         chosen |= found
     if not chosen:
-        raise UserError("targets is empty, so nothing would be trained: leave it out for all projections")
+        raise UserError("lora_targets is empty, so nothing would be trained: leave it out for all of them")
+    if rank > (full := max(min(linear.weight.shape) for linear in chosen.values())):
+        raise UserError(f"lora_rank={rank:,} is more than any matrix that it adapts has ({full:,}): 8 to 64 "
+                        f"is common; without lora_rank all weights are trained")
     rows = {name: table.weight[new_ids] for name, table in tables(model).items() if new_ids}
     model.to(dtype).requires_grad_(False)
     for name, linear in chosen.items():

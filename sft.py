@@ -142,6 +142,8 @@ def main(cfg: Config) -> dict:
     if cfg.merge and not cfg.data:
         return merge_only(cfg)
     check(cfg)
+    if cfg.lora_targets:
+        cfg.lora_targets = ",".join(cfg.lora_targets).split(",")           # q_proj,v_proj is two names
     live = checkpoint.name_objects(cfg)                    # objects given from Python; cfg gets their paths
     given = {key: getattr(cfg, key) for key in cfg.given}
     resumed = checkpoint.resume(cfg, say)                  # a checkpoint or None; brings cfg in line with it

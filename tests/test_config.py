@@ -155,6 +155,7 @@ def test_help_lists_the_commands():
 
 def test_python_keywords_pass_the_same_checks():
     live = object()
+    assert make(Config, {"tokenizer": Path("a/b")}).tokenizer == "a/b"
     cfg = make(Config, {"tokens": "100M", "lr": 1, "out_dir": Path("x"), "tokenizer": live, "dims": (1, 2)})
     assert (cfg.tokens, cfg.lr, cfg.out_dir, cfg.dims) == (100_000_000, 1.0, "x", [1, 2])
     assert cfg.tokenizer is live

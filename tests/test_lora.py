@@ -372,7 +372,8 @@ def test_a_refused_write_leaves_the_adapter_that_was_there(monkeypatch):
 # ---- refused ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("how,says", [
-    (dict(rank=0), "rank=0"), (dict(dropout=1.0), "dropout=1.0"), (dict(targets=[]), "targets is empty"),
+    (dict(rank=0), "rank=0"), (dict(rank=10_000), "rank=10,000 is more than any"),
+    (dict(dropout=1.0), "dropout=1.0"), (dict(targets=[]), "targets is empty"),
     (dict(targets=["q_proj", "query"]), "'query'.*use some of q_proj, k_proj, .*down_proj"),
     (dict(targets=["lm_head"]), "'lm_head'"), (dict(targets=["proj"]), "'proj'"),
     (dict(new_ids=[3, 264]), "from 3 to 264, but the model has 264 rows")])
