@@ -199,3 +199,21 @@ def wait_for(out_dir: str, path: str, finished: Callable[[], object]):
                             f"{waited:.0f} s: start on a disk that all machines share, or prepare the "
                             f"corpus on each of them first")
         time.sleep(0.1)
+
+
+def made(folder: str, fill: Callable[[str], object], rank: int, world: int, say) -> str:
+    """
+    The folder, which `fill(folder)` makes, with its meta.json last: by rank 0 where that is missing, while
+    the others wait. Every rank calls this, before the process group exists.
+    """
+    def there() -> bool:
+        return os.path.isfile(os.path.join(folder, "meta.json"))
+
+    if not there() and rank > 0:
+        wait_for(folder, folder + ".note.json", there)
+    elif not there():
+        note = announced(folder + ".note.json") if world > 1 else contextlib.nullcontext()
+        with writing(os.path.dirname(folder)), note, writing(folder), exclusive(folder, say):
+            if not there():
+                fill(folder)
+    return folder

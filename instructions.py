@@ -8,7 +8,6 @@ Records to learn answers from: of any common spelling to conversations, and thes
 Each record says itself what it is; none is guessed from its neighbours. What cannot be used is counted by
 its reason. data.py makes rows of the samples.
 """
-import contextlib
 import hashlib
 import json
 import os
@@ -22,8 +21,8 @@ import numpy as np
 
 import chat
 from config import UserError
-from files import announced, digest, exclusive, read_json, wait_for, writing, write_json
-from records import Records, read_records
+from files import digest, made, read_json, write_json
+from records import Records, Unusable, read_records
 from tokenizer import BPE_SAMPLE, END, Tokenizer, load_tokenizer, train_bpe, vocab_size_for
 
 VERSION = 2                    # of the folder's format
@@ -47,10 +46,6 @@ FORMATS = {
     "text": (("text",),),
 }
 BESIDE = ("input", "context")                  # what a question is about, in a key of its own
-
-
-class Unusable(Exception):
-    """Its text is the reason that is counted."""
 
 
 class Conversation(NamedTuple):
@@ -199,35 +194,18 @@ def ensure(source: str, tokenizer: Tokenizer | str, format: str | None = None, r
     """
     records = read_records(source)
     name = re.sub(r"[^\w.-]+", "-", records.name)
-    turn = partial(made, rank=rank, world=world, say=say)
     if tokenizer == "auto":
         key = digest([VERSION, records.identity(), format])
-        tokenizer = load_tokenizer(turn(f"{name}-bpe-{key[:8]}", partial(
-            write_tokenizer, records, source, format, key=key, say=say)))
+        folder = f"data/{name}-bpe-{key[:8]}"
+        fill = partial(write_tokenizer, records, source, format, key=key, say=say)
+        tokenizer = load_tokenizer(made(folder, fill, rank, world, say))
     key = digest([VERSION, records.identity(), format, tokenizer.fingerprint, tokenizer.eos_id,
                   tokenizer.opening, tokenizer.chat_template])
-    folder = turn(f"{name}-sft-{key[:8]}", partial(
-        write, records, source, tokenizer, format, key=key, say=say))
+    folder = f"data/{name}-sft-{key[:8]}"
+    made(folder, partial(write, records, source, tokenizer, format, key=key, say=say), rank, world, say)
     if rank == 0:
         meta = read_json(os.path.join(folder, "meta.json"))
         say(f"the records of {source} are in {folder}:\n{summary(meta)}")
-    return folder
-
-
-def made(name: str, fill: Callable[[str], object], rank: int, world: int, say) -> str:
-    """The folder data/<name>; rank 0 fills it where its meta.json is missing, while the others wait."""
-    folder = os.path.join("data", name)
-
-    def there() -> bool:
-        return os.path.isfile(os.path.join(folder, "meta.json"))
-
-    if not there() and rank > 0:
-        wait_for(folder, folder + ".note.json", there)
-    elif not there():
-        note = announced(folder + ".note.json") if world > 1 else contextlib.nullcontext()
-        with writing("data"), note, writing(folder), exclusive(folder, say):
-            if not there():
-                fill(folder)
     return folder
 
 

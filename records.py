@@ -79,6 +79,10 @@ class Stream(NamedTuple):
     remote: bool
 
 
+class Unusable(Exception):
+    """A record that is not what its reader looks for. Its text is the reason that is counted."""
+
+
 class Records:
     """
     Iterable, as often as needed. Meanwhile and afterwards: `records_read`; `bytes_read` of `total_bytes` (as
