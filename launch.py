@@ -213,6 +213,9 @@ def join(env: Environment, device: torch.device, timeout: float) -> None:
     store = meeting_point(env.address, env.port, env.rank, env.world, timeout)
     store = dist.PrefixStore(f"{attempt}.{next(starts)}", store)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # DDP imports it too, and its functions keep the group that there is by then as a default: gloo's threads
+    # would outlive the group, and abort the process when they meet a Python that is shutting down
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world,
                             timeout=timedelta(seconds=timeout))
 

@@ -326,7 +326,15 @@ def main(cfg):
         if step == 2 and cfg.end == "refuse":
             raise config.UserError("no good after all")
         run.all_reduce(torch.ones(1))
-    return launch.report(run, {{"world": run.all_reduce(1), "out_dir": cfg.out_dir}})
+    if cfg.end == "after DDP":
+        forward = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        forward(torch.ones(1, 2)).sum().backward()
+        del forward
+    result = launch.report(run, {{"world": run.all_reduce(1), "out_dir": cfg.out_dir}})
+    if cfg.end == "after DDP":
+        threads = [open(f"/proc/self/task/{{one}}/comm").read() for one in os.listdir("/proc/self/task")]
+        assert not [name for name in threads if "gloo" in name], threads
+    return result
 
 if __name__ == "__main__":
     config.run(main, Config)
@@ -351,6 +359,13 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_traceback():
 def test_a_rank_that_is_killed_ends_the_job():
     code, said = torchrun("--end=kill")
     assert code == 1 and "another rank is gone" in said and "exitcode  : -9" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the threads are listed in /proc")
+def test_no_thread_of_a_group_outlives_it():
+    """It would abort the process, where it meets a Python that is shutting down."""
+    code, said = torchrun("--end=after DDP")
+    assert code == 0, said
 
 
 def test_what_the_user_got_wrong_is_said_once():
